@@ -1,0 +1,142 @@
+"""The skeleton that every covariance family fills in.
+
+A family describes the Fisher F̄ of one block of n weights. Three records, all dataclasses of tensors:
+
+- `Statistics`: the moments whose moving average defines F̄; updated in place, so a CUDA graph can capture it.
+- `Prior`: the prior's precision, in the structure that the family can add to F̄.
+- `Precision`: P = F̄ + Γ + γ_ex I, factorised. Γ is the prior's precision in units of the Fisher, (λ/N) times it.
+
+All vectors are `[..., n]` with any leading (replica, group) dimensions `...`; a layer's weights are its matrix
+[W | b], out × (in+1), flattened row by row, so that a Kronecker block is outputs ⊗ inputs in `torch.kron`'s order.
+Results per block (`logdet`, `quad`, `trace`) have shape `[...]`. The posterior's covariance is (λ/N) P⁻¹; the factor
+λ/N is applied by the caller. See `docs/conventions.md`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Literal, Protocol, Self
+
+import torch
+from torch import Tensor
+
+DampingMode = Literal["factored", "exact"]
+"""How a Kronecker block adds the prior: into each factor (eq. 11 of the paper) or exactly, in the eigenbasis."""
+
+
+class TensorMap(Protocol):
+    """A function from tensor to tensor."""
+
+    def __call__(self, tensor: Tensor, /) -> Tensor:
+        """Apply it."""
+
+
+@dataclasses.dataclass
+class TensorRecord:
+    """A dataclass whose fields are tensors, optional tensors or tuples of tensors; other fields are settings."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor under a dotted name (`inputs`, `cross.0`), in a fixed order."""
+        return dict(self._walk())
+
+    def _walk(self) -> Iterator[tuple[str, Tensor]]:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                yield field.name, value
+            elif isinstance(value, tuple):
+                for index, item in enumerate(value):
+                    if isinstance(item, Tensor):
+                        yield f"{field.name}.{index}", item
+
+    @torch.no_grad()
+    def copy_(self, other: Self) -> Self:
+        """Overwrite the tensors in place with those of a record of the same shapes."""
+        theirs = other.tensors()
+        for name, tensor in self.tensors().items():
+            tensor.copy_(theirs[name])
+        return self
+
+    def map(self, function: TensorMap) -> Self:
+        """A record with `function` applied to every tensor."""
+        changes: dict[str, object] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                changes[field.name] = function(value)
+            elif isinstance(value, tuple):
+                changes[field.name] = tuple(function(item) if isinstance(item, Tensor) else item for item in value)
+        return dataclasses.replace(self, **changes)
+
+    def clone(self) -> Self:
+        """A deep copy, detached from any graph."""
+        return self.map(lambda tensor: tensor.detach().clone())
+
+
+@dataclasses.dataclass
+class Prior(TensorRecord, ABC):
+    """A prior's precision in the structure of one family."""
+
+    @abstractmethod
+    def scaled(self, factor: float) -> Self:
+        """The same prior with its precision multiplied by `factor`."""
+
+    @abstractmethod
+    def quad(self, vector: Tensor) -> Tensor:
+        """vᵀ Γ v, shape `[...]`."""
+
+    @abstractmethod
+    def times(self, vector: Tensor) -> Tensor:
+        """Γ v, shape `[..., n]`."""
+
+    @abstractmethod
+    def logdet(self) -> Tensor:
+        """log |Γ|, shape `[...]`; −inf where the prior is improper."""
+
+
+@dataclasses.dataclass
+class Statistics(TensorRecord, ABC):
+    """The moments of one block, as a moving average or as measured on one batch."""
+
+    @torch.no_grad()
+    def update_(self, measured: Self, decay: Tensor | float) -> Self:
+        """In place: decay · self + (1 − decay) · measured, for every moment with the same weight."""
+        new = measured.tensors()
+        for name, tensor in self.tensors().items():
+            tensor.mul_(decay).add_(new[name] * (1.0 - decay))
+        return self
+
+
+@dataclasses.dataclass
+class Precision(TensorRecord, ABC):
+    """P = F̄ + Γ + γ_ex I of one block, factorised: each method is one identity."""
+
+    @abstractmethod
+    def solve(self, vector: Tensor) -> Tensor:
+        """P⁻¹ v."""
+
+    @abstractmethod
+    def sample(self, noise: Tensor) -> Tensor:
+        """R z with R Rᵀ = P⁻¹, for standard normal z (or unit vectors, which spell out R)."""
+
+    @abstractmethod
+    def quad(self, vector: Tensor) -> Tensor:
+        """vᵀ P v, shape `[...]`."""
+
+    @abstractmethod
+    def logdet(self) -> Tensor:
+        """log |P|, shape `[...]`."""
+
+    @abstractmethod
+    def trace(self, prior: Prior) -> Tensor:
+        """tr(Γ P⁻¹) for a prior Γ of the same family, shape `[...]`."""
+
+    @abstractmethod
+    def to_dense(self) -> Tensor:
+        """P as a matrix, `[..., n, n]`."""
+
+    @abstractmethod
+    def as_prior(self) -> Prior:
+        """P as the prior of a later fit."""
