@@ -1,1 +1,39 @@
-"""noisygrad."""
+"""Bayesian deep learning by noisy natural gradient: swap the optimiser, get a posterior.
+
+import noisygrad as ng
+
+optimizer = ng.NoisyKFAC(model, ng.Categorical(), num_data=len(train_set))
+for x, y in loader:
+    loss = optimizer.step(lambda: (model(x), y))
+prediction = optimizer.posterior().predict(x)
+"""
+
+from noisygrad import metrics, networks
+from noisygrad.families.factorisation import FactorisationError
+from noisygrad.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
+from noisygrad.optim import NoisyAdam, NoisyBlockTridiagonal, NoisyFull, NoisyKFAC, NoisyOptimizer, NonFiniteError
+from noisygrad.posterior import Posterior, load_posterior
+from noisygrad.predictions import Prediction
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Bernoulli",
+    "Categorical",
+    "FactorisationError",
+    "Gaussian",
+    "HeteroscedasticGaussian",
+    "Likelihood",
+    "NoisyAdam",
+    "NoisyBlockTridiagonal",
+    "NoisyFull",
+    "NoisyKFAC",
+    "NoisyOptimizer",
+    "NonFiniteError",
+    "Poisson",
+    "Posterior",
+    "Prediction",
+    "load_posterior",
+    "metrics",
+    "networks",
+]

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Literal, Protocol, Self
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -50,6 +50,23 @@ class TensorRecord:
                 for index, item in enumerate(value):
                     if isinstance(item, Tensor):
                         yield f"{field.name}.{index}", item
+
+    def settings(self) -> dict[str, Any]:
+        """The fields that are not tensors."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: v for name, v in values.items() if v is not None and not isinstance(v, Tensor | tuple)}
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Self:
+        """The record whose `tensors()` and `settings()` these are."""
+        values: dict[str, Any] = dict(settings)
+        for field in dataclasses.fields(cls):
+            if field.name in tensors:
+                values[field.name] = tensors[field.name]
+            elif field.name not in settings:
+                numbered = [name for name in tensors if name.startswith(f"{field.name}.")]
+                values[field.name] = tuple(tensors[f"{field.name}.{index}"] for index in range(len(numbered)))
+        return cls(**values)
 
     @torch.no_grad()
     def copy_(self, other: Self) -> Self:
@@ -108,10 +125,18 @@ class Statistics(TensorRecord, ABC):
             tensor.mul_(decay).add_(new[name] * (1.0 - decay))
         return self
 
+    @abstractmethod
+    def factorise(self, prior: Any, damping: float = 0.0, mode: DampingMode = "factored") -> Precision:
+        """P = F̄ + Γ + damping · I for a prior Γ of the same family; raises `FactorisationError`, never returns NaN."""
+
 
 @dataclasses.dataclass
 class Precision(TensorRecord, ABC):
     """P = F̄ + Γ + γ_ex I of one block, factorised: each method is one identity."""
+
+    def without_terms(self) -> Self:
+        """The same without what only `quad`, `to_dense` and `as_prior` need: what an optimiser keeps between steps."""
+        return self
 
     @abstractmethod
     def solve(self, vector: Tensor) -> Tensor:

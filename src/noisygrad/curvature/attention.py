@@ -1,0 +1,128 @@
+"""Multi-head attention, whose projections run inside one function where hooks on layers do not fire.
+
+While statistics are taken, the module's forward is replaced by one that computes the same thing in three parts: the
+input projections (recorded), torch's own attention with identity projections, the output projection (recorded). Masks,
+dropout, `add_zero_attn` and the attention weights are thus torch's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from noisygrad.curvature.layers import Layer, Slot, Unit, observe_linear, register
+
+PARTS = ("query", "key", "value")
+SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+Recorder = Callable[[str, Tensor, Tensor], None]
+"""Called with the part's name, the input of its projection and the projection's output."""
+
+
+def _attention_units(name: str, module: nn.MultiheadAttention, trainable: frozenset[str]) -> list[Unit]:
+    prefix = f"{name}." if name else ""
+    width = module.embed_dim
+    widths = (width, module.kdim, module.vdim)
+    units = []
+    for index, part in enumerate(PARTS):
+        rows = (index * width, (index + 1) * width)
+        slots = []
+        inputs = 0
+        if "in_proj_weight" in trainable:
+            slots.append(Slot(f"{prefix}in_proj_weight", 0, width, rows))
+            inputs = width
+        elif SEPARATE[index] in trainable:
+            slots.append(Slot(f"{prefix}{SEPARATE[index]}", 0, widths[index]))
+            inputs = widths[index]
+        constant = "in_proj_bias" in trainable
+        if constant:
+            slots.append(Slot(f"{prefix}in_proj_bias", inputs, inputs + 1, rows))
+        if slots:
+            units.append(_unit(f"{prefix}{part}", width, inputs + constant, slots, constant))
+    held = [part for part in ("weight", "bias") if f"out_proj.{part}" in trainable]
+    if held:
+        inputs = width if "weight" in held else 0
+        slots = [Slot(f"{prefix}out_proj.weight", 0, width)] if inputs else []
+        if "bias" in held:
+            slots.append(Slot(f"{prefix}out_proj.bias", inputs, inputs + 1))
+        units.append(_unit(f"{prefix}out_proj", width, inputs + ("bias" in held), slots, "bias" in held))
+    return units
+
+
+def _unit(name: str, outputs: int, inputs: int, slots: list[Slot], constant: bool) -> Unit:
+    return Unit(name, "matrix", outputs, inputs, tuple(slots), "MultiheadAttention", constant=constant)
+
+
+register(nn.MultiheadAttention)(Layer(_attention_units, observe_linear))
+
+
+def recorded_forward(module: nn.MultiheadAttention, record: Recorder) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """A forward with the signature and the result of `module.forward` that also records its four projections."""
+
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        projected = [_project(module, index, x, record) for index, x in enumerate((query, key, value))]
+        batched = query.dim() == 3
+        if module.batch_first and batched:
+            projected = [x.transpose(0, 1) for x in projected]
+        identity = torch.eye(module.embed_dim, dtype=projected[0].dtype, device=query.device)
+        mixed, weights = F.multi_head_attention_forward(
+            projected[0],
+            projected[1],
+            projected[2],
+            module.embed_dim,
+            module.num_heads,
+            None,
+            identity.new_zeros(3 * module.embed_dim),
+            module.bias_k,
+            module.bias_v,
+            module.add_zero_attn,
+            module.dropout,
+            identity,
+            identity.new_zeros(module.embed_dim),
+            training=module.training,
+            key_padding_mask=_as_float(key_padding_mask, query),
+            need_weights=need_weights,
+            attn_mask=_as_float(attn_mask, query),
+            use_separate_proj_weight=True,
+            q_proj_weight=identity,
+            k_proj_weight=identity,
+            v_proj_weight=identity,
+            average_attn_weights=average_attn_weights,
+            is_causal=is_causal,
+        )
+        if module.batch_first and batched:
+            mixed = mixed.transpose(0, 1)
+        output = F.linear(mixed, module.out_proj.weight, module.out_proj.bias)
+        record("out_proj", mixed, output)
+        return output, weights
+
+    return forward
+
+
+def _project(module: nn.MultiheadAttention, index: int, x: Tensor, record: Recorder) -> Tensor:
+    width = module.embed_dim
+    rows = slice(index * width, (index + 1) * width)
+    weight: Any = getattr(module, SEPARATE[index]) if module.in_proj_weight is None else module.in_proj_weight[rows]
+    output = F.linear(x, weight, None if module.in_proj_bias is None else module.in_proj_bias[rows])
+    record(PARTS[index], x, output)
+    return output
+
+
+def _as_float(mask: Tensor | None, like: Tensor) -> Tensor | None:
+    """Boolean masks as −inf, as torch's own forward hands them on, so that both masks are of one kind."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, float("-inf"))

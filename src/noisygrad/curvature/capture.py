@@ -1,0 +1,132 @@
+"""Hooks that are on during a pass and off after it.
+
+What is recorded is the layer's input and the *gradient edge* of its output, the place in autograd's graph where the
+output was made. An activation that then overwrites the output in place moves the tensor to another place of the graph
+but leaves this one, so in-place activations do no harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from noisygrad.curvature.attention import recorded_forward
+from noisygrad.curvature.layers import Unit
+
+
+@dataclass
+class Record:
+    """One call of one unit: its input, where its output stands in the graph, and the gradient once it is known."""
+
+    unit: Unit
+    module: nn.Module
+    inputs: Tensor
+    version: int
+    edge: GradientEdge
+    gradient: Tensor | None = None
+
+    def checked_inputs(self) -> Tensor:
+        """The input, unless something has overwritten it since."""
+        if self.inputs._version != self.version:
+            raise RuntimeError(
+                f"the input of layer {self.unit.name!r} was changed in place after the layer had used it, so its "
+                "statistics would be wrong; make that operation out of place"
+            )
+        return self.inputs
+
+
+class Capture:
+    """A context in which calls of the given layers are recorded; `take` hands the records over and forgets them.
+
+    With `watch_backward` the gradients of the user's own backward pass are kept too: the empirical Fisher of a closure
+    that has called `backward` itself.
+    """
+
+    def __init__(self, layers: dict[nn.Module, list[Unit]], *, compiled: bool = False) -> None:
+        self._layers = layers
+        self._compiled = compiled
+        self._handles: list[RemovableHandle] = []
+        self._patched: list[nn.Module] = []
+        self._records: list[Record] = []
+        self._stack = ExitStack()
+        self.watch_backward = False
+
+    def __enter__(self) -> Self:
+        if self._compiled:
+            # A compiled graph has no place for hooks that come and go; statistics are rare, so that pass runs eagerly.
+            self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for module, units in self._layers.items():
+            if isinstance(module, nn.MultiheadAttention):
+                module.forward = recorded_forward(module, self._part_recorder(module, units))  # type: ignore[method-assign]
+                self._patched.append(module)
+            elif units:
+                self._handles.append(module.register_forward_hook(self._hook(units[0]), with_kwargs=True))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for module in self._patched:
+            del module.__dict__["forward"]
+        self._handles.clear()
+        self._patched.clear()
+        self._records.clear()
+        self._stack.close()
+
+    def take(self) -> list[Record]:
+        """The records since the last call."""
+        records, self._records = self._records, []
+        return records
+
+    def _hook(self, unit: Unit) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            self._record(unit, module, args[0] if args else kwargs["input"], output)
+
+        return hook
+
+    def _part_recorder(self, module: nn.Module, units: Iterable[Unit]) -> Callable[[str, Tensor, Tensor], None]:
+        by_part = {unit.name.rpartition(".")[-1]: unit for unit in units}
+
+        def record(part: str, inputs: Tensor, output: Tensor) -> None:
+            if part in by_part:
+                self._record(by_part[part], module, inputs, output)
+
+        return record
+
+    def _record(self, unit: Unit, module: nn.Module, inputs: Tensor, output: Tensor) -> None:
+        if not output.requires_grad:
+            return
+        record = Record(unit, module, inputs.detach(), inputs._version, get_gradient_edge(output))
+        self._records.append(record)
+        if self.watch_backward:
+            record.edge.node.register_prehook(self._keep(record))
+
+    def _keep(self, record: Record) -> Callable[..., None]:
+        def keep(gradients: tuple[Tensor | None, ...]) -> None:
+            gradient = gradients[record.edge.output_nr]
+            if self.watch_backward and gradient is not None:
+                record.gradient = gradient.detach()
+
+        return keep
+
+
+def unwrapped(model: nn.Module) -> tuple[nn.Module, bool]:
+    """The user's own module inside DistributedDataParallel and `torch.compile`, and whether any part is compiled."""
+    compiled = False
+    while True:
+        if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+            compiled, model = True, model._orig_mod
+        elif isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        else:
+            break
+    compiled = compiled or any(isinstance(m, torch._dynamo.eval_frame.OptimizedModule) for m in model.modules())
+    compiled = compiled or any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
+    return model, compiled

@@ -1,0 +1,119 @@
+"""The Fisher of a network's outputs, given a likelihood: sampled, exact or empirical.
+
+Each estimate is one or more backward passes of a *summed* loss to the outputs of the layers, by `torch.autograd.grad`,
+apart from the user's own backward pass. So nothing that scales the user's loss can reach the statistics.
+
+- sampled: targets drawn from the model's own prediction; one pass, unbiased (the paper's footnote 2);
+- exact: the square root of the output Fisher, column by column; K passes for K outputs;
+- empirical: the targets of the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from noisygrad.curvature.capture import Record
+from noisygrad.curvature.layers import Unit, find_layer
+from noisygrad.curvature.passes import Pass, SummedPass
+from noisygrad.likelihoods import Likelihood
+
+FisherKind = Literal["sampled", "exact", "empirical"]
+Parameters = Sequence[tuple[Unit, Tensor]]
+"""The units without a layer, each with its parameter."""
+
+
+def fisher_passes(
+    kind: FisherKind,
+    likelihood: Likelihood,
+    output: Tensor,
+    target: Tensor,
+    *,
+    records: Sequence[Record],
+    others: Parameters,
+    generators: Sequence[torch.Generator],
+    dtype: torch.dtype,
+) -> Iterator[dict[str, Pass]]:
+    """The passes whose mean is the Fisher: for each, every unit that took part, by name.
+
+    `output` keeps its graph. Of `others` only a summed gradient can be had; each example's share gets a random sign
+    (`SummedPass` says why), which changes nothing for the layers.
+    """
+    lead = len(likelihood.replicas)
+    batch = output.shape[lead]
+    signs = random_signs(output, lead, generators) if others else None
+    if kind == "exact":
+        columns = likelihood.output_fisher_factor(output.detach())
+        scale = len(columns) ** 0.5
+        for column in columns:
+            weights = column * scale
+            if signs is not None:
+                weights = weights * signs.reshape(*signs.shape, *[1] * (weights.dim() - signs.dim()))
+            yield _differentiate((output * weights.to(output.dtype)).sum(), records, others, batch, dtype)
+        return
+    if kind == "sampled":
+        target = likelihood.sample(output.detach(), generators)
+    losses = likelihood.log_prob(output, target)
+    yield _differentiate((losses if signs is None else losses * signs).sum(), records, others, batch, dtype)
+
+
+def random_signs(output: Tensor, lead: int, generators: Sequence[torch.Generator]) -> Tensor:
+    """±1 for each example, `[*replicas, batch]`, every replica from its own generator."""
+    signs = torch.empty(len(generators), output.shape[lead], device=output.device)
+    for row, generator in zip(signs, generators, strict=True):
+        row.bernoulli_(0.5, generator=generator)
+    return signs.mul_(2.0).sub_(1.0).view(output.shape[: lead + 1])
+
+
+def passes_after_backward(
+    records: Sequence[Record], others: Parameters, batch: int, dtype: torch.dtype
+) -> dict[str, Pass]:
+    """The passes of a *mean* loss that the user has already differentiated: the empirical Fisher."""
+    seen = [record for record in records if record.gradient is not None]
+    gradients = [record.gradient * batch for record in seen if record.gradient is not None]
+    passes = _layer_passes(seen, gradients, batch, dtype)
+    for unit, parameter in others:
+        if parameter.grad is not None:
+            passes[unit.name] = _summed(unit, parameter.grad * batch, batch, dtype)
+    return passes
+
+
+def _differentiate(
+    total: Tensor, records: Sequence[Record], others: Parameters, batch: int, dtype: torch.dtype
+) -> dict[str, Pass]:
+    places = [*(record.edge for record in records), *(get_gradient_edge(parameter) for _, parameter in others)]
+    if not places:
+        return {}
+    gradients = torch.autograd.grad(total, places, retain_graph=True, allow_unused=True)
+    used = [(record, g) for record, g in zip(records, gradients, strict=False) if g is not None]
+    with torch.no_grad(), torch.autocast(total.device.type, enabled=False):
+        passes = _layer_passes([record for record, _ in used], [g for _, g in used], batch, dtype)
+        for (unit, _), gradient in zip(others, gradients[len(records) :], strict=True):
+            if gradient is not None:
+                passes[unit.name] = _summed(unit, gradient, batch, dtype)
+    return passes
+
+
+def _summed(unit: Unit, gradient: Tensor, batch: int, dtype: torch.dtype) -> SummedPass:
+    return SummedPass(gradient.detach().to(dtype).flatten(start_dim=len(unit.replicas)), batch)
+
+
+def _layer_passes(
+    records: Sequence[Record], gradients: Sequence[Tensor], batch: int, dtype: torch.dtype
+) -> dict[str, Pass]:
+    calls: dict[str, list[Pass]] = {}
+    with torch.no_grad():
+        for record, gradient in zip(records, gradients, strict=True):
+            layer = find_layer(record.module)
+            assert layer is not None
+            inputs = record.checked_inputs()
+            inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
+            seen = layer.observe(record.unit, record.module, inputs, gradient.to(dtype), batch)
+            calls.setdefault(record.unit.name, []).append(seen)
+        return {
+            name: several[0] if len(several) == 1 else several[0].joined(several) for name, several in calls.items()
+        }

@@ -1,0 +1,330 @@
+"""The registry: how each kind of layer is a matrix, and how what passed through it becomes the canonical layout.
+
+A `Unit` is the smallest piece of structure: a matrix (rows × columns) that holds one layer's trainable weights, or a
+part of them (the three projections of attention are three units). `Slot` says where each parameter lies in it.
+`register` teaches the registry a new layer; whatever it does not know becomes a diagonal block of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from noisygrad.curvature.passes import ElementwisePass, EmbeddingPass, MatrixPass, Pass
+from noisygrad.networks import ReplicatedLinear
+
+Kind = Literal["matrix", "elementwise", "embedding", "other"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Columns [start, stop) of a unit's matrix hold (rows of) one parameter, whose prior is centred on `centre`."""
+
+    parameter: str
+    start: int
+    stop: int
+    rows: tuple[int, int] | None = None
+    centre: float = 0.0
+
+    def of(self, tensor: Tensor, replica_dims: int) -> Tensor:
+        """The part of the parameter (or of its gradient) that this slot holds, as a view."""
+        if self.rows is None:
+            return tensor
+        return tensor.narrow(replica_dims, self.rows[0], self.rows[1] - self.rows[0])
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One matrix of trainable weights: `groups` blocks of `outputs` × `inputs`, the constant's column included."""
+
+    name: str
+    kind: Kind
+    outputs: int
+    inputs: int
+    slots: tuple[Slot, ...]
+    layer: str
+    groups: int = 1
+    constant: bool = False
+    chainable: bool = False
+    replicas: tuple[int, ...] = ()
+    note: str = ""
+
+    @property
+    def size(self) -> int:
+        """How many weights it has (per replica)."""
+        return self.groups * self.outputs * self.inputs
+
+    def views(self, segment: Tensor, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[Slot, Tensor]]:
+        """Each slot with its view into a flat `[..., size]` segment, shaped like the parameter it holds."""
+        matrix = segment.unflatten(-1, (self.groups * self.outputs, self.inputs))
+        for slot in self.slots:
+            shape = shapes[slot.parameter][len(self.replicas) :]
+            if slot.rows is not None:
+                shape = torch.Size((slot.rows[1] - slot.rows[0], *shape[1:]))
+            columns = matrix[..., slot.start : slot.stop]
+            if math.prod(shape) == columns.shape[-2] and slot.stop - slot.start == 1:
+                yield slot, columns[..., 0].unflatten(-1, shape) if len(shape) != 1 else columns[..., 0]
+            else:
+                yield slot, columns.unflatten(-1, shape[1:]) if len(shape) != 2 else columns
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A registry entry: the units of a module, and the pass that an input and an output gradient make."""
+
+    units: Callable[[str, Any, frozenset[str]], list[Unit]]
+    observe: Callable[[Unit, Any, Tensor, Tensor, int], Pass]
+
+
+REGISTRY: dict[type[nn.Module], Layer] = {}
+
+
+def register(*types: type[nn.Module]) -> Callable[[Layer], Layer]:
+    """Teach the registry how modules of `types` are matrices: `register(MyLinear)(Layer(units, observe))`."""
+
+    def add(layer: Layer) -> Layer:
+        for kind in types:
+            REGISTRY[kind] = layer
+        return layer
+
+    return add
+
+
+def find_layer(module: nn.Module) -> Layer | None:
+    """The entry for this module's type or the nearest base class of it."""
+    return next((REGISTRY[kind] for kind in type(module).__mro__ if kind in REGISTRY), None)
+
+
+def arrange(tensor: Tensor, batch: int, unit: Unit) -> Tensor:
+    """`[*replicas, ..., features]` with the batch somewhere in front, as `[*replicas, batch, shared, features]`.
+
+    Dimension 0 is the batch; where its size disagrees, dimension 1 is tried (sequence-first layers), then a batch
+    folded with positions into one dimension.
+    """
+    lead = len(unit.replicas)
+    sizes = tensor.shape[lead:-1]
+    if not sizes and batch == 1:
+        return tensor.reshape(*tensor.shape[:-1], 1, 1, tensor.shape[-1])
+    if sizes and sizes[0] == batch:
+        return tensor.unsqueeze(-2) if len(sizes) == 1 else tensor.flatten(lead + 1, -2)
+    if len(sizes) > 1 and sizes[1] == batch:
+        return tensor.transpose(lead, lead + 1).flatten(lead + 1, -2)
+    if sizes and batch and sizes[0] % batch == 0:
+        return tensor.reshape(*tensor.shape[:lead], batch, -1, tensor.shape[-1])
+    raise ValueError(
+        f"layer {unit.name!r} saw a tensor of shape {tuple(tensor.shape)} while the loss has a batch of {batch}: its "
+        "per-example gradients are not defined. Give the layer inputs with the batch in front, or freeze it."
+    )
+
+
+def _matrix_unit(
+    name: str, module: nn.Module, trainable: frozenset[str], outputs: int, inputs: int, **more: Any
+) -> list[Unit]:
+    """The matrix [W | b] of a module with `weight` and `bias`, of which either may be frozen."""
+    columns = inputs if "weight" in trainable else 0
+    constant = "bias" in trainable
+    if not columns and not constant:
+        return []
+    prefix = f"{name}." if name else ""
+    slots = [Slot(f"{prefix}weight", 0, columns)] if columns else []
+    if constant:
+        slots.append(Slot(f"{prefix}bias", columns, columns + 1))
+    layer = type(module).__name__
+    return [Unit(name or layer, "matrix", outputs, columns + constant, tuple(slots), layer, constant=constant, **more)]
+
+
+def _linear_units(name: str, module: nn.Linear, trainable: frozenset[str]) -> list[Unit]:
+    return _matrix_unit(name, module, trainable, module.out_features, module.in_features, chainable=True)
+
+
+def observe_linear(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, batch: int) -> Pass:
+    """The pass of y = W a + b with features last."""
+    activations = inputs[..., : unit.inputs - unit.constant]
+    return MatrixPass(arrange(activations, batch, unit), arrange(gradient, batch, unit), unit.constant)
+
+
+register(nn.Linear)(Layer(_linear_units, observe_linear))
+
+
+def _replicated_units(name: str, module: ReplicatedLinear, trainable: frozenset[str]) -> list[Unit]:
+    return _matrix_unit(
+        name,
+        module,
+        trainable,
+        module.out_features,
+        module.in_features,
+        chainable=True,
+        replicas=tuple(module.replicas),
+    )
+
+
+def _observe_replicated(unit: Unit, module: ReplicatedLinear, inputs: Tensor, gradient: Tensor, batch: int) -> Pass:
+    inputs = inputs.expand(*unit.replicas, *inputs.shape[-2:])
+    return observe_linear(unit, module, inputs, gradient, batch)
+
+
+register(ReplicatedLinear)(Layer(_replicated_units, _observe_replicated))
+
+
+def _conv_units(name: str, module: Any, trainable: frozenset[str]) -> list[Unit]:
+    inputs = module.in_channels // module.groups * math.prod(module.kernel_size)
+    return _matrix_unit(name, module, trainable, module.out_channels // module.groups, inputs, groups=module.groups)
+
+
+def _observe_conv(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, batch: int) -> Pass:
+    groups, dims = unit.groups, len(module.kernel_size)
+    if inputs.dim() == dims + 1:
+        inputs, gradient = inputs.unsqueeze(0), gradient.unsqueeze(0)
+    if inputs.shape[0] % batch:
+        raise ValueError(f"layer {unit.name!r} saw {inputs.shape[0]} images while the loss has a batch of {batch}")
+    if unit.inputs > unit.constant:
+        activations = patches(module, inputs)
+    else:
+        activations = inputs.new_zeros(inputs.shape[0], math.prod(gradient.shape[2:]), 0)
+    gradient = gradient.flatten(2).mT
+    if inputs.shape[0] != batch:
+        activations, gradient = (t.unflatten(0, (batch, -1)).flatten(1, 2) for t in (activations, gradient))
+    if groups == 1:
+        return MatrixPass(activations, gradient, unit.constant)
+    # The channels of a group are consecutive in both, so a group is a leading dimension.
+    activations, gradient = (t.unflatten(-1, (groups, -1)).movedim(-2, 0) for t in (activations, gradient))
+    return MatrixPass(activations, gradient, unit.constant, grouped=True)
+
+
+def patches(module: Any, inputs: Tensor) -> Tensor:
+    """The input patch under each output position, `[B, positions, channels · kernel]`, in the order of the weight."""
+    kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
+    padding = module._reversed_padding_repeated_twice
+    if any(padding):
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        inputs = F.pad(inputs, padding, mode=mode)
+    if len(kernel) == 2 and inputs.is_floating_point():
+        return F.unfold(inputs, kernel, dilation=dilation, stride=stride).mT
+    for axis, (size, step, gap) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        inputs = inputs.unfold(axis, gap * (size - 1) + 1, step)[..., ::gap]
+    dims = len(kernel)  # now [B, channels, *positions, *kernel]
+    return inputs.movedim(1, dims + 1).flatten(dims + 1).flatten(1, dims)
+
+
+register(nn.Conv1d, nn.Conv2d, nn.Conv3d)(Layer(_conv_units, _observe_conv))
+
+
+def _embedding_units(name: str, module: nn.Embedding, trainable: frozenset[str]) -> list[Unit]:
+    if "weight" not in trainable:
+        return []
+    if module.sparse or module.max_norm is not None or module.scale_grad_by_freq:
+        raise ValueError(
+            f"embedding {name!r}: sparse, max_norm and scale_grad_by_freq are not supported; switch them off"
+        )
+    slot = Slot(f"{name}.weight" if name else "weight", 0, module.embedding_dim)
+    return [Unit(name or "Embedding", "embedding", module.num_embeddings, module.embedding_dim, (slot,), "Embedding")]
+
+
+def _observe_embedding(unit: Unit, module: nn.Embedding, inputs: Tensor, gradient: Tensor, batch: int) -> Pass:
+    if module.padding_idx is not None:
+        gradient = gradient.masked_fill((inputs == module.padding_idx).unsqueeze(-1), 0.0)
+    indices = arrange(inputs.unsqueeze(-1), batch, unit).squeeze(-1)
+    return EmbeddingPass(indices, arrange(gradient, batch, unit), unit.outputs)
+
+
+register(nn.Embedding)(Layer(_embedding_units, _observe_embedding))
+
+
+def _norm_units(name: str, module: nn.Module, trainable: frozenset[str]) -> list[Unit]:
+    held = [part for part in ("weight", "bias") if part in trainable]
+    if not held:
+        return []
+    prefix = f"{name}." if name else ""
+    size = getattr(module, held[0]).numel()
+    # The prior of a scale is centred on 1, where the layer starts.
+    slots = tuple(
+        Slot(f"{prefix}{part}", column, column + 1, centre=float(part == "weight")) for column, part in enumerate(held)
+    )
+    layer = type(module).__name__
+    return [Unit(name or layer, "elementwise", size, len(held), slots, layer)]
+
+
+def _elementwise(unit: Unit, normalised: Tensor, gradient: Tensor) -> Pass:
+    parts = [slot.parameter.rpartition(".")[-1] for slot in unit.slots]
+    return ElementwisePass(normalised, gradient, "weight" in parts, "bias" in parts)
+
+
+def _observe_features_last(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, batch: int) -> Pass:
+    shape = tuple(module.normalized_shape)
+    if isinstance(module, nn.RMSNorm):
+        normalised = F.rms_norm(inputs, shape, None, module.eps)
+    else:
+        normalised = F.layer_norm(inputs, shape, None, None, module.eps)
+    normalised, gradient = normalised.flatten(-len(shape)), gradient.flatten(-len(shape))
+    return _elementwise(unit, arrange(normalised, batch, unit), arrange(gradient, batch, unit))
+
+
+def _observe_channels_first(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, batch: int) -> Pass:
+    if isinstance(module, nn.GroupNorm):
+        normalised = F.group_norm(inputs, module.num_groups, None, None, module.eps)
+    else:
+        running = None if module.training else module.running_mean
+        variance = None if module.training else module.running_var
+        normalised = F.batch_norm(inputs, running, variance, None, None, running is None, 0.0, module.eps)
+    return _elementwise(
+        unit, arrange(normalised.movedim(1, -1), batch, unit), arrange(gradient.movedim(1, -1), batch, unit)
+    )
+
+
+register(nn.LayerNorm, nn.RMSNorm)(Layer(_norm_units, _observe_features_last))
+register(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm)(Layer(_norm_units, _observe_channels_first))
+
+
+def find_units(model: nn.Module) -> tuple[list[Unit], dict[nn.Module, list[Unit]]]:
+    """Every trainable parameter in exactly one unit, in the order of the modules; and the units of each layer.
+
+    A parameter that several layers share, or that no registered layer owns, becomes a unit of its own without
+    structure, with a note that says why.
+    """
+    owners: dict[int, list[str]] = {}
+    for module_name, module in model.named_modules():
+        for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append(f"{module_name}.{own}" if module_name else own)
+
+    units: list[Unit] = []
+    layers: dict[nn.Module, list[Unit]] = {}
+    covered: set[int] = set()
+    inside: str | None = None  # the parts of a registered layer (attention's out_proj) are that layer's business
+    for module_name, module in model.named_modules():
+        layer = None if inside is not None and module_name.startswith(inside) else find_layer(module)
+        if layer is not None:
+            inside = f"{module_name}."
+            own_parameters = dict(module.named_parameters())
+            trainable = {
+                own: parameter
+                for own, parameter in own_parameters.items()
+                if parameter.requires_grad and len(owners[id(parameter)]) == 1
+            }
+            layers[module] = layer.units(module_name, module, frozenset(trainable))
+            units += layers[module]
+            held = {slot.parameter for unit in layers[module] for slot in unit.slots}
+            prefix = inside if module_name else ""
+            covered |= {id(parameter) for own, parameter in trainable.items() if prefix + own in held}
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in covered:
+                covered.add(id(parameter))
+                units.append(_other_unit(owners[id(parameter)], parameter, module))
+    return units, layers
+
+
+def _other_unit(owners: list[str], parameter: Tensor, module: nn.Module) -> Unit:
+    layer = type(module).__name__
+    if len(owners) > 1:
+        note = f"shared by {', '.join(owners)}"
+    elif find_layer(module) is not None:
+        note = f"no structure known for this parameter of {layer}"
+    else:
+        note = f"no structure known for {layer}"
+    slot = Slot(owners[0], 0, 1)
+    return Unit(owners[0], "other", parameter.numel(), 1, (slot,), layer, note=note)

@@ -1,0 +1,181 @@
+"""What one pass through a layer says about its per-example gradients.
+
+Every layer reaches the core in one layout, `[..., batch, shared, features]`: `shared` are the positions of a
+convolution or a sequence, or the several calls of one layer in a forward pass; `...` are replicas, then groups. A pass
+answers two questions in the order of its unit's weights: the per-example gradients (`rows`) and the mean of their
+squares (`squares`). The gradients are those of the *summed* loss, so that no batch size hides in them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 24
+"""Per-example gradients are formed for at most this many numbers at a time."""
+
+
+class Pass(ABC):
+    """One pass through one unit: its per-example gradients, in the order of the unit's weights."""
+
+    @abstractmethod
+    def rows(self) -> Tensor:
+        """Per-example gradients, `[*replicas, batch, n]`."""
+
+    def squares(self) -> Tensor:
+        """The mean over the batch of their squares, `[*replicas, n]`."""
+        return self.rows().square().mean(dim=-2)
+
+    @classmethod
+    @abstractmethod
+    def joined(cls, passes: Sequence[Self]) -> Self:
+        """Several calls of one layer as one pass: their gradients add up within an example."""
+
+
+@dataclass
+class MatrixPass(Pass):
+    """A layer whose output is W a (+ b): activations `[..., B, T, in]`, output gradients `[..., B, T, out]`.
+
+    `grouped` says that the last of the leading dimensions counts the groups of a convolution; `constant` that the
+    matrix is [W | b], its last column fed by a constant 1 which the activations leave out.
+    """
+
+    activations: Tensor
+    gradients: Tensor
+    constant: bool
+    grouped: bool = False
+
+    def rows(self) -> Tensor:
+        rows = self._matrices(self.activations, self.gradients)
+        return rows.movedim(-4, -3).flatten(start_dim=-3) if self.grouped else rows.flatten(start_dim=-2)
+
+    def _matrices(self, activations: Tensor, gradients: Tensor) -> Tensor:
+        """Per-example gradient matrices `[..., B, out, in]`."""
+        weight = gradients.mT @ activations
+        if not self.constant:
+            return weight
+        return torch.cat([weight, gradients.sum(dim=-2).unsqueeze(-1)], dim=-1)
+
+    def squares(self) -> Tensor:
+        batch, positions = self.activations.shape[-3:-1]
+        if positions == 1:
+            # (g aᵀ)² = g² (a²)ᵀ: no per-example matrix is needed.
+            inputs, outputs = self.activations.squeeze(-2).square(), self.gradients.squeeze(-2).square()
+            total = outputs.mT @ inputs
+            if self.constant:
+                total = torch.cat([total, outputs.sum(dim=-2).unsqueeze(-1)], dim=-1)
+        else:
+            per_example = self.activations[..., :1, :1, :].numel() * self.gradients.shape[-1]
+            size = max(1, CHUNK // max(1, per_example))
+            total = torch.stack(
+                [
+                    self._matrices(a, g).square().sum(dim=-3)
+                    for a, g in zip(
+                        self.activations.split(size, dim=-3), self.gradients.split(size, dim=-3), strict=True
+                    )
+                ]
+            ).sum(dim=0)
+        return (total / batch).flatten(start_dim=-3 if self.grouped else -2)
+
+    @classmethod
+    def joined(cls, passes: Sequence[Self]) -> Self:
+        first = passes[0]
+        return cls(
+            torch.cat([p.activations for p in passes], dim=-2),
+            torch.cat([p.gradients for p in passes], dim=-2),
+            first.constant,
+            first.grouped,
+        )
+
+
+@dataclass
+class ElementwisePass(Pass):
+    """A scale and shift of each channel: normalised inputs and output gradients, both `[..., B, T, channels]`."""
+
+    normalised: Tensor
+    gradients: Tensor
+    scale: bool
+    shift: bool
+
+    def rows(self) -> Tensor:
+        columns = []
+        if self.scale:
+            columns.append((self.gradients * self.normalised).sum(dim=-2))
+        if self.shift:
+            columns.append(self.gradients.sum(dim=-2))
+        return torch.stack(columns, dim=-1).flatten(start_dim=-2)
+
+    @classmethod
+    def joined(cls, passes: Sequence[Self]) -> Self:
+        first = passes[0]
+        return cls(
+            torch.cat([p.normalised for p in passes], dim=-2),
+            torch.cat([p.gradients for p in passes], dim=-2),
+            first.scale,
+            first.shift,
+        )
+
+
+@dataclass
+class EmbeddingPass(Pass):
+    """A table look-up: indices `[B, T]` and output gradients `[B, T, features]` of a table with `entries` rows."""
+
+    indices: Tensor
+    gradients: Tensor
+    entries: int
+
+    def rows(self) -> Tensor:
+        batch, _, features = self.gradients.shape
+        table = self.gradients.new_zeros(batch * self.entries, features)
+        return table.index_add_(0, self._keys(), self.gradients.flatten(0, 1)).view(batch, -1)
+
+    def _keys(self) -> Tensor:
+        """One number for each pair of example and table entry, `[B·T]`."""
+        example = torch.arange(self.indices.shape[0], device=self.indices.device).unsqueeze(-1)
+        return (example * self.entries + self.indices).flatten()
+
+    def squares(self) -> Tensor:
+        # An entry that occurs twice in an example has the *sum* of both gradients, squared. Equal keys are brought
+        # together by sorting, so that no [batch, entries, features] table is made and nothing waits for the device.
+        batch, _, features = self.gradients.shape
+        keys, order = self._keys().sort()
+        segment = torch.cat([keys.new_zeros(1), (keys.diff() != 0).cumsum(0)])
+        summed = torch.zeros_like(self.gradients).view(-1, features)
+        summed.index_add_(0, segment, self.gradients.reshape(-1, features)[order])
+        entry = torch.zeros_like(keys).index_copy_(0, segment, keys % self.entries)
+        table = summed.new_zeros(self.entries, features).index_add_(0, entry, summed.square())
+        return (table / batch).flatten()
+
+    @classmethod
+    def joined(cls, passes: Sequence[Self]) -> Self:
+        return cls(
+            torch.cat([p.indices for p in passes], dim=1),
+            torch.cat([p.gradients for p in passes], dim=1),
+            passes[0].entries,
+        )
+
+
+@dataclass
+class SummedPass(Pass):
+    """A parameter of unknown use: only the gradient summed over the batch, each example's with a random sign.
+
+    Signs make the square of the sum an unbiased estimate of the sum of squares, because cross terms average out.
+    """
+
+    gradient: Tensor
+    batch: int
+
+    def rows(self) -> Tensor:
+        raise TypeError("a parameter without a layer has no per-example gradients")
+
+    def squares(self) -> Tensor:
+        return self.gradient.square() / self.batch
+
+    @classmethod
+    def joined(cls, passes: Sequence[Self]) -> Self:
+        return cls(torch.stack([p.gradient for p in passes]).sum(dim=0), passes[0].batch)

@@ -1,0 +1,78 @@
+"""Several processes that train one model: the only place that knows `torch.distributed`.
+
+Gradients are averaged by DistributedDataParallel as ever. Here the Fisher's statistics are summed over the ranks, the
+factorisation of the blocks is shared out among them, and the results are sent to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class Ranks:
+    """The processes that hold a copy of one DistributedDataParallel model; of one process, where there is none."""
+
+    def __init__(self, model: nn.Module) -> None:
+        wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or isinstance(
+            getattr(model, "_orig_mod", None), nn.parallel.DistributedDataParallel
+        )
+        self.active = wrapped and dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if self.active else 0
+        self.size = dist.get_world_size() if self.active else 1
+
+    def sum_(self, tensors: Iterable[Tensor]) -> None:
+        """In place, the sum over the ranks of each tensor, in one message for each dtype."""
+        if not self.active:
+            return
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        for several in by_dtype.values():
+            message = torch.cat([tensor.reshape(-1) for tensor in several])
+            dist.all_reduce(message)
+            for tensor, part in zip(several, message.split([t.numel() for t in several]), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    def same_for_all(self, value: int) -> int:
+        """The value of rank 0."""
+        if not self.active:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def share_out(self, costs: Sequence[float]) -> list[int]:
+        """The rank that does each job, so that the dearest rank has as little as possible: largest job first."""
+        load = [0.0] * self.size
+        owner = [0] * len(costs)
+        for job in sorted(range(len(costs)), key=lambda index: -costs[index]):
+            owner[job] = min(range(self.size), key=load.__getitem__)
+            load[owner[job]] += costs[job]
+        return owner
+
+    def everywhere(self, work: Callable[[], None], device: torch.device) -> None:
+        """Run `work` on each rank and raise on all if one of them failed, so that none waits for ever."""
+        if not self.active:
+            work()
+            return
+        failure: Exception | None = None
+        try:
+            work()
+        except Exception as error:
+            failure = error
+        failed = torch.tensor([float(failure is not None)], device=device)
+        dist.all_reduce(failed)
+        if failure is not None:
+            raise failure
+        if float(failed):
+            raise RuntimeError("another rank failed in this step; its own error says why")
+
+    def broadcast(self, tensors: Iterable[Tensor], source: int) -> None:
+        """Overwrite each tensor with that of the rank `source`."""
+        if self.active:
+            for tensor in tensors:
+                dist.broadcast(tensor, src=source)

@@ -1,0 +1,125 @@
+"""The full family: P is any positive definite matrix (NNG-full of the paper; small networks only)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from noisygrad.families import base
+from noisygrad.families.base import DampingMode
+from noisygrad.families.factorisation import inverse_root, rounding_floor
+
+
+@dataclasses.dataclass
+class Prior(base.Prior):
+    """A precision matrix, `[..., n, n]`, or its diagonal, `[..., n]`, if `diagonal`."""
+
+    precision: Tensor
+    diagonal: bool
+
+    @classmethod
+    def from_precision(cls, columns: Tensor) -> Self:
+        """The prior with these precisions per weight, `[..., n]`."""
+        return cls(columns, diagonal=True)
+
+    def scaled(self, factor: float) -> Self:
+        """Γ times `factor`."""
+        return dataclasses.replace(self, precision=self.precision * factor)
+
+    def quad(self, vector: Tensor) -> Tensor:
+        """vᵀ Γ v."""
+        return (vector * self.times(vector)).sum(-1)
+
+    def times(self, vector: Tensor) -> Tensor:
+        """Γ v."""
+        return self.precision * vector if self.diagonal else _apply(self.precision, vector)
+
+    def logdet(self) -> Tensor:
+        """log |Γ|."""
+        if self.diagonal:
+            return self.precision.log().sum(-1)
+        logdet: Tensor = torch.linalg.slogdet(self.precision).logabsdet
+        return logdet
+
+
+@dataclasses.dataclass
+class Statistics(base.Statistics):
+    """F, `[..., n, n]`."""
+
+    fisher: Tensor
+
+    @classmethod
+    def identity(cls, batch: Sequence[int], size: int, *, dtype: torch.dtype, device: torch.device | str) -> Self:
+        """The Fisher at the start: the identity."""
+        return cls(torch.eye(size, dtype=dtype, device=device).expand(*batch, size, size).clone())
+
+    @classmethod
+    def measure(cls, rows: Tensor) -> Self:
+        """The second moment of per-example gradients `[..., B, n]`."""
+        return cls(rows.mT @ rows / rows.shape[-2])
+
+    def factorise(self, prior: Prior, damping: float = 0.0, mode: DampingMode = "factored") -> Precision:
+        """P = F + Γ + γ_ex I; `mode` changes nothing, a matrix is always damped exactly.
+
+        Raises:
+            FactorisationError: P is not finite or not positive definite.
+
+        """
+        del mode
+        if prior.diagonal:
+            matrix = self.fisher + torch.diag_embed(prior.precision + damping)
+            floor = prior.precision.amin(-1) + damping
+        else:
+            eye = torch.eye(self.fisher.shape[-1], dtype=self.fisher.dtype, device=self.fisher.device)
+            matrix = self.fisher + prior.precision + damping * eye
+            floor = rounding_floor(prior.precision) + damping
+        root, logdet = inverse_root(matrix, floor)
+        return Precision(matrix, root, logdet)
+
+
+@dataclasses.dataclass
+class Precision(base.Precision):
+    """P with a root of its inverse, root rootᵀ = P⁻¹."""
+
+    matrix: Tensor
+    root: Tensor
+    log_determinant: Tensor
+
+    def solve(self, vector: Tensor) -> Tensor:
+        """root (rootᵀ v)."""
+        return _apply(self.root, _apply(self.root.mT, vector))
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """root z."""
+        return _apply(self.root, noise)
+
+    def quad(self, vector: Tensor) -> Tensor:
+        """vᵀ P v."""
+        return (vector * _apply(self.matrix, vector)).sum(-1)
+
+    def logdet(self) -> Tensor:
+        """log |P|."""
+        return self.log_determinant
+
+    def trace(self, prior: base.Prior) -> Tensor:
+        """tr(rootᵀ Γ root)."""
+        if not isinstance(prior, Prior):
+            raise TypeError(f"expected the dense family's Prior, got {type(prior).__module__}.Prior")
+        weighted = prior.precision[..., None] * self.root if prior.diagonal else prior.precision @ self.root
+        return (self.root * weighted).sum((-2, -1))
+
+    def to_dense(self) -> Tensor:
+        """P."""
+        return self.matrix
+
+    def as_prior(self) -> Prior:
+        """The prior with precision P."""
+        return Prior(self.matrix, diagonal=False)
+
+
+def _apply(matrix: Tensor, vector: Tensor) -> Tensor:
+    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)

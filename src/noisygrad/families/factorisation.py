@@ -1,0 +1,141 @@
+"""Square roots of damped matrices that either succeed or say why not; nothing here returns NaN.
+
+Every matrix is a Fisher factor plus damping, so a lower bound of its eigenvalues (the *floor*) is known. Rounding in
+float32 can push the computed spectrum below that bound, through duplicate or constant columns of the data; the bound is
+then what repairs it.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+from torch import Tensor
+
+
+class FactorisationError(ArithmeticError):
+    """A matrix could not be factorised.
+
+    Attributes:
+        condition: its condition number; NaN where the matrix itself is not finite.
+
+    """
+
+    def __init__(self, message: str, condition: float = math.nan) -> None:
+        super().__init__(message)
+        self.condition = condition
+
+
+def factorisation_error(size: int, condition: float, damping: float) -> FactorisationError:
+    """The error for a matrix (or diagonal) of this size, with what to do about it."""
+    cause = "has NaN or infinite entries" if math.isnan(condition) else "is not positive definite"
+    return FactorisationError(
+        f"A {size}×{size} precision factor {cause} (condition number {condition:.1e}, damping {damping:.1e}). "
+        "Raise the prior precision (a smaller prior_variance) or the damping, or look for NaN in the inputs.",
+        condition,
+    )
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being recorded, in which case nothing may be read on the host."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def condition_number(matrix: Tensor) -> Tensor:
+    """Largest over smallest absolute eigenvalue of symmetric `[..., d, d]` in float64; NaN where not finite."""
+    finite = torch.isfinite(matrix).all(-1).all(-1)
+    safe = torch.where(finite[..., None, None], matrix, 0.0).double()
+    sizes: Tensor = torch.linalg.eigvalsh(safe).abs()
+    ratio = sizes.amax(-1) / sizes.amin(-1)
+    # 0/0 is a zero matrix: as singular as can be.
+    return torch.where(finite, torch.nan_to_num(ratio, nan=math.inf, posinf=math.inf), math.nan)
+
+
+def rounding_floor(matrix: Tensor) -> Tensor:
+    """The size, `[...]`, below which eigenvalues of a PSD matrix stored in its dtype carry no information."""
+    return torch.finfo(matrix.dtype).eps * matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
+
+
+def inverse_root(matrix: Tensor, floor: Tensor | float) -> tuple[Tensor, Tensor]:
+    """A root of the inverse of a damped SPD matrix, by Cholesky.
+
+    Args:
+        matrix: `[..., d, d]`.
+        floor: a known lower bound of its eigenvalues, `[...]` or a number; 0 where none is known.
+
+    Returns:
+        `(root, logdet)` with root rootᵀ = matrix⁻¹, `[..., d, d]`, and log |matrix|, `[...]`.
+
+    Raises:
+        FactorisationError: entries are not finite, or the matrix is singular and no floor repairs it. While a CUDA
+            graph is captured nothing can be checked, and the caller has to mask what is not finite.
+
+    """
+    cholesky: Tensor
+    info: Tensor
+    cholesky, info = torch.linalg.cholesky_ex(matrix)
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    root: Tensor = torch.linalg.solve_triangular(cholesky, eye.expand_as(matrix), upper=False).mT
+    pivots = cholesky.diagonal(dim1=-2, dim2=-1)
+    logdet = 2.0 * pivots.log().sum(-1)
+    if capturing():
+        return root, logdet
+    bound = torch.as_tensor(floor, dtype=matrix.dtype, device=matrix.device).expand(info.shape)
+    # A squared pivot is a Schur complement, never below the smallest eigenvalue: one that is, is rounding, even where
+    # Cholesky did not notice.
+    failed = (info != 0) | (pivots.square() < 0.5 * bound[..., None]).any(-1) | ~torch.isfinite(root).all(-1).all(-1)
+    if bool(failed.any()):
+        # Only what failed is redone, so that one replica's trouble does not change another's digits.
+        root, logdet = root.contiguous(), logdet.clone()
+        root[failed], logdet[failed] = _floored_inverse_root(matrix[failed], bound[failed])
+    return root, logdet
+
+
+def _floored_inverse_root(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    """`inverse_root` of `[k, d, d]` by `eigh` in float64, no eigenvalue being taken below its floor."""
+    size = matrix.shape[-1]
+    smallest_floor = float(floor.min())
+    if not bool(torch.isfinite(matrix).all()):
+        raise factorisation_error(size, math.nan, smallest_floor)
+    eigenvalues, vectors = _eigh(matrix.double())
+    rounding = torch.finfo(torch.float64).eps * size * eigenvalues.abs().amax(-1)
+    if bool(((floor <= 0) & (eigenvalues[..., 0] <= rounding)).any()):
+        raise factorisation_error(size, float(condition_number(matrix).max()), smallest_floor)
+    warnings.warn(
+        f"A {size}×{size} precision factor is not positive definite in {matrix.dtype}; it was factorised in float64 "
+        f"with no eigenvalue below its damping, {smallest_floor:.0e}. More damping would be safer.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    eigenvalues = torch.maximum(eigenvalues, floor.double()[..., None])
+    root = vectors * eigenvalues.rsqrt()[..., None, :]
+    return root.to(matrix.dtype), eigenvalues.log().sum(-1).to(matrix.dtype)
+
+
+def symmetric_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues `[..., d]`, none below 0, and eigenvectors `[..., d, d]` of a PSD matrix.
+
+    Raises:
+        FactorisationError: entries are not finite, or `eigh` does not converge even in float64.
+
+    """
+    try:
+        eigenvalues, vectors = _eigh(matrix)
+        failed = not bool(torch.isfinite(eigenvalues).all() & torch.isfinite(vectors).all())
+    except FactorisationError:
+        failed = True
+    if failed:
+        if not bool(torch.isfinite(matrix).all()):
+            raise factorisation_error(matrix.shape[-1], math.nan, 0.0)
+        eigenvalues, vectors = (part.to(matrix.dtype) for part in _eigh(matrix.double()))
+    return eigenvalues.clamp(min=0.0), vectors
+
+
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    # torch.linalg.LinAlgError is a RuntimeError; cuSOLVER's failures come as the latter.
+    try:
+        eigenvalues, vectors = torch.linalg.eigh(matrix)
+    except RuntimeError as error:
+        raise factorisation_error(matrix.shape[-1], math.nan, 0.0) from error
+    return eigenvalues, vectors

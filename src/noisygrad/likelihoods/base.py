@@ -1,0 +1,173 @@
+"""What every likelihood can do; each of the others fills in its own formulas.
+
+Outputs are `[*replicas, batch, *event]`; the dimensions after the batch are the event (outputs, classes, positions).
+A loss is the mean over the batch of the negative log-likelihood, summed over the event and over replicas.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from noisygrad.predictions import Prediction
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """`tensor` itself, or as float32 when its type is narrower: log-likelihoods need the digits."""
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
+
+
+def diagonal_columns(root: Tensor, event_dims: int) -> Tensor:
+    """One column per element of the event, `root` on it and 0 elsewhere: `[elements, *root.shape]`."""
+    flat = root.unsqueeze(-1) if event_dims == 0 else root.flatten(-event_dims)
+    return torch.diag_embed(flat).movedim(-2, 0).reshape(flat.shape[-1], *root.shape)
+
+
+class Likelihood(nn.Module, ABC):
+    """The distribution of a target given the network's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replicas = torch.Size()
+        self._device = torch.device("cpu")
+        self._dtype = torch.float32
+
+    def bind(self, replicas: Sequence[int], device: torch.device | str, dtype: torch.dtype) -> None:
+        """Say once how many trainings run at once, where, and in which type (the noise state is at least float32)."""
+        self.replicas = torch.Size(replicas)
+        self._device = torch.device(device)
+        self._dtype = torch.float64 if dtype == torch.float64 else torch.float32
+
+    @abstractmethod
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        """Log-likelihood of each example, `[*replicas, batch]`, summed over the event."""
+
+    def nll(self, output: Tensor, target: Tensor) -> Tensor:
+        """The loss: the mean over the batch of minus `log_prob`, summed over replicas. Does not call `check`."""
+        return -self.log_prob(output, target).sum() / output.shape[len(self.replicas)]
+
+    @abstractmethod
+    def sample(self, output: Tensor, generators: Sequence[torch.Generator] | None = None) -> Tensor:
+        """Targets drawn from the model given `output`, for the true Fisher; never waits for the device.
+
+        `generators` has one generator per replica, in flattened order (a single one without replicas); None means
+        torch's own.
+        """
+
+    @abstractmethod
+    def output_fisher_factor(self, output: Tensor) -> Tensor:
+        """Columns f_k, `[columns, *output.shape]`, with Σ_k f_k f_kᵀ the exact Fisher of each example's output."""
+
+    @abstractmethod
+    def predictive(self, outputs: Tensor) -> Prediction:
+        """The mixture over weight samples, from outputs `[samples, *replicas, batch, *event]`."""
+
+    def observe(self, output: Tensor, target: Tensor) -> Tensor | None:
+        """What one batch says about the noise, for `update_noise_`; None where no noise is learned."""
+        return None
+
+    def update_noise_(self, statistic: Tensor, num_data: float | Tensor, kl_weight: float | Tensor) -> None:
+        """One update of the noise in place, from the (averaged) statistics of `observe`."""
+        raise ValueError(f"{type(self).__name__} learns no noise: skip update_noise_ where observe returns None.")
+
+    def kl(self) -> Tensor:
+        """KL in nats from the noise's posterior to its prior, `[*replicas]`; 0 where the noise has no posterior."""
+        return torch.zeros(self.replicas, device=self._device, dtype=self._dtype)
+
+    def config(self) -> dict[str, Any]:
+        """The constructor's arguments, fit for JSON."""
+        return {}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Self:
+        """The likelihood whose `config()` this is."""
+        return cls(**config)
+
+    # Validation: shapes on any device, values only where looking at them costs no wait for the device.
+
+    def check(self, output: Tensor, target: Tensor) -> None:
+        """Raise ValueError where `target` cannot belong to `output`; on a CPU, its values are looked at too."""
+        name, replicas, batch_dim = type(self).__name__, list(self.replicas), len(self.replicas)
+        if not output.dtype.is_floating_point:
+            raise ValueError(f"{name}: the output must be floating point; got {output.dtype}.")
+        if output.ndim <= batch_dim or output.shape[:batch_dim] != self.replicas:
+            raise ValueError(
+                f"{name}: the output must be of shape {[*replicas, 'batch', '...']} (replicas first); "
+                f"got {list(output.shape)}."
+            )
+        if output.numel() == 0 or target.numel() == 0:
+            raise ValueError(
+                f"{name}: the batch is empty (output {list(output.shape)}, target {list(target.shape)}); "
+                "skip it, or use drop_last=True in the loader."
+            )
+        if output.device != target.device:
+            raise ValueError(f"{name}: output on {output.device}, target on {target.device}; move the target.")
+        self._check_dtype(target)
+        if target.shape[: batch_dim + 1] != output.shape[: batch_dim + 1]:
+            raise ValueError(
+                f"{name}: the batches disagree: output {list(output.shape)}, target {list(target.shape)}; "
+                f"the first {batch_dim + 1} dimension(s) must be equal."
+            )
+        expected = self._target_shape(output)
+        if target.shape != expected:
+            raise ValueError(
+                f"{name}: for an output of shape {list(output.shape)} the target must be of shape {list(expected)}; "
+                f"got {list(target.shape)}. {self._shape_advice(target.shape, expected)}"
+            )
+        if output.device.type == "cpu" and bool(self.invalid(output, target)):
+            raise ValueError(f"{name}: {self._value_advice(output, target)}")
+
+    def invalid(self, output: Tensor, target: Tensor) -> Tensor:
+        """Whether any value of `target` is impossible: a 0-dim bool on the device, found without waiting for it."""
+        return ~target.isfinite().all()
+
+    def _check_dtype(self, target: Tensor) -> None:
+        if not target.dtype.is_floating_point:
+            raise ValueError(
+                f"{type(self).__name__}: targets must be floating point; got {target.dtype}: use target.float()."
+            )
+
+    def _target_shape(self, output: Tensor) -> torch.Size:
+        return output.shape
+
+    def _shape_advice(self, given: torch.Size, expected: torch.Size) -> str:
+        if torch.Size([*given, 1]) == expected:
+            return "They would broadcast every target against every output: use target.unsqueeze(-1)."
+        if torch.Size([*expected, 1]) == given:
+            return "They would broadcast every target against every output: use target.squeeze(-1)."
+        return "Reshape the target, or check the size of the network's last layer."
+
+    def _value_advice(self, output: Tensor, target: Tensor) -> str:
+        bad = int((~target.isfinite()).sum())
+        return f"{bad} of {target.numel()} targets are NaN or infinite; drop or impute them."
+
+    # Helpers of the likelihoods below.
+
+    def _event_dims(self, output: Tensor) -> int:
+        return output.ndim - len(self.replicas) - 1
+
+    def _sum_event(self, values: Tensor) -> Tensor:
+        return values if self._event_dims(values) == 0 else values.flatten(len(self.replicas) + 1).sum(-1)
+
+    def _per_replica(
+        self,
+        values: Tensor,
+        draw: Callable[[Tensor, torch.Generator | None], Tensor],
+        generators: Sequence[torch.Generator] | None,
+    ) -> Tensor:
+        """`draw(values, generator)` for each replica by its own generator: each equals a lone training's draw."""
+        if generators is None:
+            return draw(values, None)
+        count = math.prod(self.replicas)
+        if len(generators) != count:
+            raise ValueError(f"expected {count} generator(s), one per replica; got {len(generators)}.")
+        if not self.replicas:
+            return draw(values, generators[0])
+        parts = values.reshape(count, *values.shape[len(self.replicas) :])
+        drawn = torch.stack([draw(part, generator) for part, generator in zip(parts, generators, strict=True)])
+        return drawn.reshape(values.shape)

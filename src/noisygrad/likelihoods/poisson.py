@@ -1,0 +1,47 @@
+"""Poisson likelihood: the output is the log of the rate, the target a count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from noisygrad.likelihoods.base import Likelihood, diagonal_columns, widened
+from noisygrad.predictions import PoissonPrediction
+
+
+class Poisson(Likelihood):
+    """Independent counts; integer or floating-point, and of the output's shape."""
+
+    def _check_dtype(self, target: Tensor) -> None:
+        if target.dtype == torch.bool or target.dtype.is_complex:
+            raise ValueError(f"Poisson: targets must be counts; got {target.dtype}: use target.float().")
+
+    def invalid(self, output: Tensor, target: Tensor) -> Tensor:
+        """Whether any target is not a count: negative, fractional, infinite or NaN."""
+        return ~((target >= 0) & target.isfinite() & (target == target.floor())).all()
+
+    def _value_advice(self, output: Tensor, target: Tensor) -> str:
+        return (
+            "targets must be counts 0, 1, 2, ...; some are negative, fractional, infinite or NaN "
+            f"(least {float(target.min())}, greatest {float(target.max())}). Give counts, or use Gaussian."
+        )
+
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        """y log r − r − log y!, `[*replicas, batch]`, summed over outputs."""
+        log_rate = widened(output)
+        count = target.to(log_rate.dtype)
+        return self._sum_event(count * log_rate - log_rate.exp() - torch.lgamma(count + 1))
+
+    def sample(self, output: Tensor, generators: Sequence[torch.Generator] | None = None) -> Tensor:
+        """Counts of the output's type."""
+        return self._per_replica(widened(output.detach()).exp(), torch.poisson, generators)
+
+    def output_fisher_factor(self, output: Tensor) -> Tensor:
+        """Diagonal: the rate."""
+        return diagonal_columns(torch.exp(0.5 * widened(output)), self._event_dims(output))
+
+    def predictive(self, outputs: Tensor) -> PoissonPrediction:
+        """A mixture of Poissons."""
+        return PoissonPrediction(outputs, self._event_dims(outputs[0]))

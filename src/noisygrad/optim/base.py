@@ -1,0 +1,391 @@
+"""The optimiser: draw weights from the posterior, take a natural-gradient step on its mean, keep its Fisher.
+
+Algorithms 1 and 2 of the paper are one algorithm, `NoisyOptimizer.step`; the families differ only in their blocks.
+Nothing in a step waits for a GPU: what a CPU checks at once, a GPU masks on the device and checks at the next refresh of
+the factors. Conventions: `docs/conventions.md`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar, overload
+
+import torch
+from torch import Tensor, nn
+
+from noisygrad.curvature.capture import Capture, unwrapped
+from noisygrad.curvature.fisher import FisherKind, fisher_passes
+from noisygrad.distributed import Ranks
+from noisygrad.families.base import DampingMode
+from noisygrad.likelihoods import Likelihood
+from noisygrad.optim.closures import Closure, evaluate
+from noisygrad.optim.draws import Draw, Pending
+from noisygrad.optim.factors import Factors
+from noisygrad.optim.finite import FiniteGuard
+from noisygrad.optim.mean import MeanStep
+from noisygrad.optim.options import FisherPass, MomentumMode, Options, Schedule, fraction, positive
+from noisygrad.optim.state import load_state, save_state
+from noisygrad.posterior.posterior import Posterior
+from noisygrad.posterior.prior import BlockPriors
+from noisygrad.posterior.structure import Coverage, Family, build_structure
+from noisygrad.posterior.weights import FlatWeights
+from noisygrad.priors import FittedPrior, PriorVariance, check_prior_variance
+
+GROUP_OPTIONS = ("lr", "momentum", "damping", "noise")
+
+
+class NoisyOptimizer(torch.optim.Optimizer):
+    """What the four optimisers share; use one of them. All arguments: `NoisyKFAC`."""
+
+    family: ClassVar[Family]
+    _step_supports_amp_scaling = True  # a GradScaler hands over its scale and its verdict instead of waiting for them
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        *,
+        num_data: int,
+        lr: float | Tensor = 1e-2,
+        kl_weight: float = 1.0,
+        prior_variance: PriorVariance = 1.0,
+        prior: FittedPrior | None = None,
+        damping: float = 0.0,
+        damping_mode: DampingMode = "factored",
+        fisher_decay: Schedule = 0.99,
+        momentum: float = 0.9,
+        momentum_mode: MomentumMode = "average",
+        stats_every: int = 1,
+        factor_every: int = 1,
+        kl_clip: Schedule | None = None,
+        mc_samples: int = 1,
+        noise: bool = True,
+        fisher: FisherKind = "sampled",
+        fisher_pass: FisherPass = "same",
+        groups: Mapping[str, Mapping[str, Any]] | None = None,
+        seed: int | Sequence[int] | None = None,
+        same_draw_on_all_ranks: bool = False,
+    ) -> None:
+        self.options = Options(
+            num_data=num_data,
+            kl_weight=kl_weight,
+            fisher_decay=fisher_decay,
+            stats_every=stats_every,
+            factor_every=factor_every,
+            kl_clip=kl_clip,
+            mc_samples=mc_samples,
+            momentum_mode=momentum_mode,
+            fisher=fisher,
+            fisher_pass=fisher_pass,
+            damping_mode=damping_mode,
+        )
+        check_prior_variance(prior_variance)
+        if not isinstance(likelihood, Likelihood):
+            raise TypeError(
+                f"likelihood must be one of noisygrad's (ng.Gaussian(), ...); got {type(likelihood).__name__}"
+            )
+        defaults = {"lr": lr, "momentum": momentum, "damping": damping, "noise": noise}
+        patterns = [("*", {}), *((groups or {}).items())]
+        settings = [_checked_group(pattern, {**defaults, **own}) for pattern, own in patterns]
+        self.ranks = Ranks(model)
+        self.model, self._compiled = unwrapped(model)
+
+        def group_of(name: str) -> int:
+            return next((i for i, (p, _) in enumerate(patterns) if i and fnmatch.fnmatchcase(name, p)), 0)
+
+        self.structure = build_structure(self.model, self.family, group_of, [bool(s["noise"]) for s in settings])
+        used = sorted({block.group for block in self.structure.blocks})
+        for index in set(range(1, len(patterns))) - set(used):
+            raise ValueError(f"the pattern {patterns[index][0]!r} in groups matches no trainable parameter")
+        names = list(self.structure.parameters)
+        super().__init__(
+            [
+                {"params": [self.structure.parameters[n] for n in names if group_of(n) == i], **settings[i]}
+                for i in used
+            ],
+            defaults,
+        )
+        self._used = used
+        self._parts = [self.structure.group_part(index) for index in used]
+        first = next(iter(self.structure.parameters.values()))
+        self.device = first.device
+        parameters = self.structure.parameters.values()
+        self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
+        self._narrow = any(p.dtype != self.dtype for p in parameters)
+        self.likelihood = likelihood
+        likelihood.bind(self.structure.replicas, self.device, self.dtype)
+
+        self.mean = self._zeros()
+        self.mean.read_parameters_()
+        self._sample, self._gradient = self._zeros(), self._zeros()
+        self._noise = torch.zeros_like(self.mean.flat)
+        self.mean_step = MeanStep(momentum_mode, self.mean.flat)
+        self._pending = Pending(torch.zeros_like(self.mean.flat))
+        self._scale = (kl_weight / num_data) ** 0.5
+        self.priors = BlockPriors.build(self.structure, prior_variance, prior, self.dtype, self.device)
+        self.factors = Factors(
+            self.structure, self.priors.scaled(kl_weight / num_data), damping_mode, self.ranks, self.dtype, self.device
+        )
+        self.factors.refresh(self._dampings())
+        self._others = [
+            (unit, self.structure.parameters[unit.slots[0].parameter])
+            for unit in self.structure.units
+            if unit.kind == "other"
+        ]
+        self._layers = self.structure.layers
+        self.guard = FiniteGuard(self.structure, self.device)
+        self._steps = 0
+        self._in_draw = False
+        self._same_draw = same_draw_on_all_ranks
+        self.generators = self._make_generators(seed)
+
+    # ---------------------------------------------------------------- what a user calls
+
+    @contextmanager
+    def sampled(self) -> Iterator[Draw]:
+        """Weights drawn from the posterior inside, the mean again outside, whatever happens.
+
+        `draw.nll(model(x), y).backward()` inside; `optimizer.step()` outside. Several contexts before a step are
+        several weight samples.
+        """
+        with self._drawn(self.options.fisher_pass == "same") as (draw, _):
+            yield draw
+
+    @overload  # type: ignore[override]
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Closure) -> Tensor: ...
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> Tensor | None:
+        """Update the mean and the Fisher from the draws since the last step.
+
+        With a closure that returns `(output, target)`, the draws are made here, `mc_samples` of them, and the mean loss
+        is returned. A closure that calls `backward` itself and returns a loss works too, with the empirical Fisher.
+        Gradients are consumed: no `zero_grad` is needed. Raises `NonFiniteError` and changes nothing if the loss was
+        not finite (on a GPU: masks the step, and raises at the next refresh of the factors).
+        """
+        if closure is not None:
+            self.zero_grad()
+            evaluate(self, closure)
+        pending = self._pending
+        if pending.draws == 0:
+            raise RuntimeError("step() has nothing to work with: no sampled() context was entered since the last step")
+        if pending.expected_statistics and not pending.statistics:
+            raise RuntimeError(
+                "this step was due to take statistics, but no loss was computed by draw.nll(output, target): the Fisher, "
+                "and so the width of the posterior, would be wrong"
+            )
+        loss = None if pending.loss is None or closure is None else pending.loss / pending.calls
+        try:
+            self._apply(self._steps + 1)
+        finally:
+            self.zero_grad()
+        self._steps += 1
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients and everything pending from draws since the last step."""
+        super().zero_grad(set_to_none)
+        self._pending.clear()
+
+    def posterior(self) -> Posterior:
+        """A snapshot of the posterior: mean, covariance, prior, the noise of the likelihood. Later steps leave it."""
+        self._read_mean()
+        return Posterior(
+            self.model,
+            self.likelihood,
+            self.structure,
+            self.mean.flat.clone(),
+            {block.name: self.factors.statistics[block.name].clone() for block in self.structure.blocks},
+            self.priors,
+            num_data=self.options.num_data,
+            kl_weight=self.options.kl_weight,
+            damping_mode=self.options.damping_mode,
+        )
+
+    def coverage(self) -> Coverage:
+        """Which block each parameter got and why; print it."""
+        return self.structure.coverage()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a resumed run needs besides the model, as tensors and numbers in nested dictionaries."""
+        return save_state(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`; raises before anything changes if it is of another family or model."""
+        load_state(self, state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not supported after construction: the posterior's blocks are fixed then. Use `groups`."""
+        if hasattr(self, "_steps"):
+            raise RuntimeError("param groups are fixed at construction; use the argument `groups`")
+        super().add_param_group(param_group)
+
+    # ---------------------------------------------------------------- drawing
+
+    @contextmanager
+    def _drawn(self, with_statistics: bool) -> Iterator[tuple[Draw, Capture | None]]:
+        if self._in_draw:
+            raise RuntimeError("sampled() contexts cannot be nested")
+        self._read_mean()
+        due = with_statistics and self.options.stats_due(self._steps + 1)
+        capture = Capture(self._layers, compiled=self._compiled) if due else None
+        draw = Draw(lambda output, target: self._measure(capture, output, target))
+        self._in_draw, failed = True, True
+        try:
+            with torch.no_grad():
+                self._draw_weights()
+            with capture or nullcontext():
+                yield draw, capture
+            failed = False
+        finally:
+            self._in_draw = False
+            if self.factors.noisy:
+                with torch.no_grad():
+                    self.mean.write_parameters_()
+            if failed:
+                self.zero_grad()
+            draw.close(failed=failed)
+        self._pending.draws += 1
+        self._pending.weights.add_(self._sample.flat if self.factors.noisy else self.mean.flat)
+        self._pending.expected_statistics |= due
+
+    def _draw_weights(self) -> None:
+        """W = M + sqrt(λ/N) P^(−1/2) ε, into the parameters."""
+        if not self.factors.noisy:
+            return
+        rows = self._noise.view(len(self.generators), -1)
+        for row, generator in zip(rows, self.generators, strict=True):
+            row.normal_(generator=generator)
+        spread = self.factors.sample(self._noise)
+        torch.add(self.mean.flat, spread, alpha=self._scale, out=self._sample.flat)
+        self._sample.write_parameters_()
+
+    def _read_mean(self) -> None:
+        """The parameters are the mean; the digits that narrow parameters cannot hold are kept as long as they agree."""
+        if not self._narrow:
+            self.mean.read_parameters_()
+            return
+        kept, shown = self.mean.flat.clone(), self.mean.rounded()
+        self.mean.read_parameters_()
+        self.mean.flat.copy_(torch.where(self.mean.flat == shown, kept, self.mean.flat))
+
+    def _measure(self, capture: Capture | None, output: Tensor, target: Tensor) -> Tensor:
+        """Check the batch, take statistics if they are due, and return the loss."""
+        likelihood = self.likelihood
+        likelihood.check(output, target)
+        if not torch.is_grad_enabled():
+            return likelihood.nll(output, target)
+        with torch.autocast(self.device.type, enabled=False):
+            output = output if output.dtype in {torch.float32, torch.float64} else output.float()
+            batch = output.shape[len(likelihood.replicas)]
+            if capture is not None:
+                self._take_statistics(capture, output, target)
+            loss = likelihood.nll(output, target)
+            self._pending.add_loss(loss)
+            self._pending.add_noise(likelihood.observe(output.detach(), target), batch)
+        return loss
+
+    def _take_statistics(self, capture: Capture, output: Tensor, target: Tensor) -> None:
+        passes = list(
+            fisher_passes(
+                self.options.fisher,
+                self.likelihood,
+                output,
+                target,
+                records=capture.take(),
+                others=self._others,
+                generators=self.generators,
+                dtype=self.dtype,
+            )
+        )
+        batch = output.shape[len(self.likelihood.replicas)]
+        for one in passes:
+            self._pending.add_statistics(self.structure.blocks, one, batch / len(passes))
+
+    # ---------------------------------------------------------------- stepping
+
+    def _apply(self, step: int) -> None:
+        """One step of Algorithm 1 or 2: Fisher, factors, mean, observation noise."""
+        pending, options = self._pending, self.options
+        gradient = self._mean_gradient()
+        sums = [tensor for s in pending.statistics.values() for tensor in s.tensors().values()]
+        self.ranks.sum_(sums if pending.noise is None else [*sums, pending.noise])
+        mask = self.guard.watch(gradient, pending.statistics, getattr(self, "found_inf", None))
+        if pending.statistics:
+            shares = {name: examples * self.ranks.size for name, examples in pending.examples.items()}
+            self.factors.update(pending.statistics, shares, options.decay_at(step), mask)
+        if options.factors_due(step):
+            self.guard.check()
+            self.factors.refresh(self._dampings())
+        self.mean_step.move_(
+            self.mean.flat, gradient, self.factors.solve, self._groups_with_parts(), options.clip_at(step), mask
+        )
+        self.mean.write_parameters_()
+        if pending.noise is not None:
+            self._update_noise(pending.noise / (pending.noise_examples * self.ranks.size), mask)
+
+    def _mean_gradient(self) -> Tensor:
+        """∇ of the mean loss plus Γ (w − m₀), at the sampled weights, averaged over draws."""
+        pending = self._pending
+        self._gradient.read_gradients_()
+        gradient = self._gradient.flat
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            gradient.div_(scale)
+        if (count := pending.calls or pending.draws) > 1:
+            gradient.div_(count)
+        self.ranks.sum_([pending.weights])
+        weights = pending.weights.div_(pending.draws * self.ranks.size)
+        return self.factors.add_prior_gradient_(gradient, weights.sub_(self.priors.mean))
+
+    def _update_noise(self, statistic: Tensor, mask: Tensor | None) -> None:
+        likelihood = self.likelihood
+        before = [buffer.clone() for buffer in likelihood.buffers()] if mask is not None else []
+        likelihood.update_noise_(statistic, self.options.num_data, self.options.kl_weight)
+        if mask is not None:
+            for buffer, old in zip(likelihood.buffers(), before, strict=True):
+                buffer.copy_(torch.where(mask > 0, buffer, old))
+
+    def _groups_with_parts(self) -> list[tuple[dict[str, Any], slice]]:
+        return list(zip(self.param_groups, self._parts, strict=True))
+
+    def _dampings(self) -> dict[int, float]:
+        return {index: group["damping"] for index, group in zip(self._used, self.param_groups, strict=True)}
+
+    # ---------------------------------------------------------------- construction
+
+    def _zeros(self) -> FlatWeights:
+        return FlatWeights.zeros(self.structure, self.dtype, self.device)
+
+    def _make_generators(self, seed: int | Sequence[int] | None) -> list[torch.Generator]:
+        """One generator per replica; without a seed they follow `torch.manual_seed`."""
+        count = max(1, torch.Size(self.structure.replicas).numel())
+        if seed is None:
+            seed = int(torch.randint(2**62, ()).item())
+        seeds = [seed + index for index in range(count)] if isinstance(seed, int) else list(seed)
+        if len(seeds) != count:
+            raise ValueError(f"expected {count} seeds, one per replica; got {len(seeds)}")
+        seeds = [self.ranks.same_for_all(value) for value in seeds]
+        offset = 0 if self._same_draw else self.ranks.rank * 1_000_003
+        return [torch.Generator(self.device).manual_seed((value + offset) % 2**63) for value in seeds]
+
+
+def _checked_group(pattern: str, settings: dict[str, Any]) -> dict[str, Any]:
+    unknown = set(settings) - set(GROUP_OPTIONS)
+    if unknown:
+        raise ValueError(
+            f"group {pattern!r}: unknown options {sorted(unknown)}; possible are {', '.join(GROUP_OPTIONS)}"
+        )
+    if not isinstance(settings["lr"], Tensor):
+        positive("lr", settings["lr"])
+    fraction("momentum", settings["momentum"])
+    if not isinstance(settings["damping"], int | float) or not 0 <= settings["damping"] < float("inf"):
+        raise ValueError(f"damping must be at least 0, got {settings['damping']!r}")
+    if not isinstance(settings["noise"], bool):
+        raise ValueError(f"noise must be True or False, got {settings['noise']!r}")
+    return settings

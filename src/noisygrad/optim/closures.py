@@ -1,0 +1,76 @@
+"""`step(closure)`: the draws that the optimiser makes by itself."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from noisygrad.curvature.fisher import passes_after_backward
+
+if TYPE_CHECKING:
+    from noisygrad.optim.base import NoisyOptimizer
+
+Closure = Callable[[], tuple[Tensor, Tensor] | Tensor]
+"""Returns (output, target); or, having called `backward`, the mean loss."""
+
+
+@torch.enable_grad()
+def evaluate(optimizer: NoisyOptimizer, closure: Closure) -> None:
+    """`mc_samples` draws with the closure, and where `fisher_pass="fresh"` asks for it, one more for statistics."""
+    options = optimizer.options
+    for _ in range(options.mc_samples):
+        _evaluate_once(optimizer, closure)
+    if options.fisher_pass == "fresh" and options.stats_due(optimizer._steps + 1):
+        _evaluate_afresh(optimizer, closure)
+
+
+def _evaluate_once(optimizer: NoisyOptimizer, closure: Closure) -> None:
+    with optimizer._drawn(optimizer.options.fisher_pass == "same") as (draw, capture):
+        if capture is not None:
+            capture.watch_backward = True
+        result = closure()
+        if isinstance(result, tuple):
+            if capture is not None:
+                capture.watch_backward = False
+            draw.nll(*result).backward()  # type: ignore[no-untyped-call]
+            return
+        if not isinstance(result, Tensor):
+            raise TypeError(f"the closure must return (output, target), or a loss; it returned {type(result).__name__}")
+        warnings.warn(
+            "the closure returned a loss, not (output, target): the Fisher is then the empirical one, which is a worse "
+            "approximation. Return (model(x), y) for the true Fisher",
+            stacklevel=6,
+        )
+        optimizer._pending.add_loss(result)
+        if capture is not None:
+            records = capture.take()
+            batch = records[0].inputs.shape[len(optimizer.structure.replicas)] if records else 1
+            passes = passes_after_backward(records, optimizer._others, batch, optimizer.dtype)
+            optimizer._pending.add_statistics(optimizer.structure.blocks, passes, batch)
+
+
+def _evaluate_afresh(optimizer: NoisyOptimizer, closure: Closure) -> None:
+    """Statistics from a forward pass of their own: new weights, BatchNorm in evaluation mode."""
+    norms = [m for m in optimizer.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+    pending = optimizer._pending
+    draws, weights = pending.draws, pending.weights.clone()
+    with optimizer._drawn(True) as (_, capture):
+        for norm in norms:
+            norm.eval()
+        try:
+            result = closure()
+        finally:
+            for norm in norms:
+                norm.train()
+        if not isinstance(result, tuple):
+            raise TypeError('fisher_pass="fresh" needs a closure that returns (output, target)')
+        assert capture is not None
+        optimizer.likelihood.check(*result)
+        optimizer._take_statistics(capture, *result)
+    # That draw has no gradient: the step must not count it.
+    pending.draws = draws
+    pending.weights.copy_(weights)

@@ -1,0 +1,181 @@
+"""The covariance side of a step: statistics, their moving average, and the factors made of it.
+
+Two factorisations are kept for each block: P with the intrinsic damping alone, for sampling, and P with γ_ex added, for
+the step. They are one where γ_ex = 0. Refreshing writes into the tensors there are, so a captured graph sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from noisygrad.distributed import Ranks
+from noisygrad.families import diagonal
+from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
+from noisygrad.families.factorisation import FactorisationError
+from noisygrad.posterior.structure import Block, Structure
+
+
+@dataclass
+class BlockFactors:
+    """What one block samples with and steps with."""
+
+    sampler: Precision | None
+    stepper: Precision
+
+
+class Factors:
+    """F̄ of every block, with its prior Γ in units of the Fisher, and P = F̄ + Γ factorised."""
+
+    def __init__(
+        self,
+        structure: Structure,
+        priors: Mapping[str, Prior],
+        damping_mode: DampingMode,
+        ranks: Ranks,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.blocks = structure.blocks
+        self.priors = priors
+        self.statistics: dict[str, Statistics] = {b.name: b.identity(dtype, device) for b in self.blocks}
+        self.updates = torch.zeros(len(self.blocks), dtype=dtype, device=device)
+        self.cached: dict[str, BlockFactors] = {}
+        self.noisy = any(block.noise for block in self.blocks)
+        self._mode = damping_mode
+        self._ranks = ranks
+        self._owners = ranks.share_out([_cost(block) for block in self.blocks])
+        self._device = device
+        self._diagonal = self._diagonal_prior()
+
+    def _diagonal_prior(self) -> Tensor | None:
+        """All of Γ as one flat vector, where no block's prior is more than a diagonal."""
+        parts = []
+        for block in self.blocks:
+            prior = self.priors[block.name]
+            if not isinstance(prior, diagonal.Prior) and not getattr(prior, "diagonal", False):
+                return None
+            size = block.size // block.grouped
+            ones = torch.ones(*block.batch, size, dtype=self.updates.dtype, device=self._device)
+            values = prior.times(ones)
+            parts.append(values.flatten(-2) if block.grouped > 1 else values)
+        return torch.cat(parts, dim=-1)
+
+    def add_prior_gradient_(self, gradient: Tensor, difference: Tensor) -> Tensor:
+        """gradient + Γ (w − m₀), in place."""
+        if self._diagonal is not None:
+            return gradient.addcmul_(self._diagonal, difference)
+        for block in self.blocks:
+            block.vector(gradient).add_(self.priors[block.name].times(block.vector(difference)))
+        return gradient
+
+    def update(
+        self,
+        sums: Mapping[str, Statistics],
+        examples: Mapping[str, float],
+        decay: float,
+        mask: Tensor | None,
+    ) -> None:
+        """F̄ ← decay_k F̄ + (1 − decay_k) · mean of the new statistics, decay_k = min(1 − 1/(k+1), decay).
+
+        k counts the updates of a block. A mask of 0 leaves everything as it was.
+        """
+        for index, block in enumerate(self.blocks):
+            if block.name not in sums:
+                continue
+            count = self.updates[index]
+            count += 1.0 if mask is None else mask
+            kept = (1.0 - 1.0 / (count + 1.0)).clamp(max=decay)
+            share = examples[block.name]
+            if mask is None:
+                measured = sums[block.name].map(lambda tensor, share=share: tensor / share)  # type: ignore[misc]
+            else:
+                kept = 1.0 - (1.0 - kept) * mask
+                measured = sums[block.name].map(
+                    lambda tensor, share=share: torch.where(mask > 0, tensor / share, 0.0)  # type: ignore[misc]
+                )
+            self.statistics[block.name].update_(measured, kept)
+
+    def refresh(self, dampings: Mapping[int, float]) -> None:
+        """Factorise every block anew; the ranks share the work. Raises FactorisationError with the layer's name."""
+
+        def factorise_mine() -> None:
+            for block, owner in zip(self.blocks, self._owners, strict=True):
+                if owner == self._ranks.rank or block.name not in self.cached:
+                    self._store(block, self._factorise(block, dampings[block.group]))
+
+        self._ranks.everywhere(factorise_mine, self._device)
+        if self._ranks.active:
+            for block, owner in zip(self.blocks, self._owners, strict=True):
+                self._ranks.broadcast(self.tensors(block).values(), owner)
+
+    def _factorise(self, block: Block, damping: float) -> BlockFactors:
+        statistics, prior = self.statistics[block.name], self.priors[block.name]
+        try:
+            stepper = statistics.factorise(prior, damping, self._mode_of(block)).without_terms()
+            if damping == 0.0 or not block.noise:
+                return BlockFactors(stepper if block.noise else None, stepper)
+            return BlockFactors(statistics.factorise(prior, 0.0, self._mode_of(block)).without_terms(), stepper)
+        except FactorisationError as error:
+            layers = ", ".join(unit.name for unit in block.units)
+            raise FactorisationError(f"layer {layers}: {error}", error.condition) from error
+
+    def _mode_of(self, block: Block) -> DampingMode:
+        return self._mode
+
+    def _store(self, block: Block, new: BlockFactors) -> None:
+        old = self.cached.get(block.name)
+        if old is None or (old.sampler is old.stepper) != (new.sampler is new.stepper):
+            self.cached[block.name] = new
+            return
+        old.stepper.copy_(new.stepper)
+        if old.sampler is not None and new.sampler is not None and old.sampler is not old.stepper:
+            old.sampler.copy_(new.sampler)
+
+    def tensors(self, block: Block) -> dict[str, Tensor]:
+        """The cached factors of a block by name, for saving and sending."""
+        cached = self.cached[block.name]
+        found = {f"stepper.{name}": tensor for name, tensor in cached.stepper.tensors().items()}
+        if cached.sampler is not None and cached.sampler is not cached.stepper:
+            found |= {f"sampler.{name}": tensor for name, tensor in cached.sampler.tensors().items()}
+        return found
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """P^(−1/2) ε of every block; 0 where there is no noise."""
+        if len(self.blocks) == 1:
+            (block,) = self.blocks
+            sampler = self.cached[block.name].sampler
+            assert sampler is not None
+            result = sampler.sample(block.vector(noise))
+            return result.flatten(-2) if block.grouped > 1 else result
+        spread = torch.empty_like(noise)
+        for block in self.blocks:
+            sampler = self.cached[block.name].sampler
+            if sampler is None:
+                block.vector(spread).zero_()
+            else:
+                block.vector(spread).copy_(sampler.sample(block.vector(noise)))
+        return spread
+
+    def solve(self, gradient: Tensor) -> Tensor:
+        """P⁻¹ g of every block, with the damping of the step."""
+        if len(self.blocks) == 1:
+            (block,) = self.blocks
+            result = self.cached[block.name].stepper.solve(block.vector(gradient))
+            return result.flatten(-2) if block.grouped > 1 else result
+        solved = torch.empty_like(gradient)
+        for block in self.blocks:
+            block.vector(solved).copy_(self.cached[block.name].stepper.solve(block.vector(gradient)))
+        return solved
+
+
+def _cost(block: Block) -> float:
+    """Work of a factorisation, up to a constant: the cubes of its matrices' sizes."""
+    if block.family == "diagonal":
+        return float(block.size)
+    if block.family == "full":
+        return float(block.size) ** 3
+    return float(sum(unit.groups * (unit.outputs**3 + unit.inputs**3) for unit in block.units))

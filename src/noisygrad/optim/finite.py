@@ -1,0 +1,81 @@
+"""Steps that are not finite: refused at once on a CPU, masked on a GPU and reported at the next refresh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from noisygrad.families.base import Statistics
+from noisygrad.posterior.structure import Structure
+
+
+class NonFiniteError(ArithmeticError):
+    """A gradient or a statistic was NaN or infinite; mean, Fisher and step count are as they were before."""
+
+
+class FiniteGuard:
+    """Watches gradient and statistics; remembers on the device which of them went bad."""
+
+    def __init__(self, structure: Structure, device: torch.device) -> None:
+        self._structure = structure
+        self._device = device
+        self._bad = torch.zeros(len(structure.blocks) + 1, dtype=torch.bool, device=device)
+
+    def watch(self, gradient: Tensor, statistics: Mapping[str, Statistics], found_inf: Tensor | None) -> Tensor | None:
+        """None for a step that may go on (CPU), or 1.0 / 0.0 to mask it with (GPU, and under a GradScaler).
+
+        `found_inf` is a GradScaler's verdict: such a step is skipped without complaint. The gradient is zeroed in place
+        where the step is masked.
+        """
+        sums = [gradient.sum()]
+        if statistics:
+            zero = torch.zeros_like(sums[0])
+            for block in self._structure.blocks:
+                tensors = statistics[block.name].tensors().values() if block.name in statistics else ()
+                sums.append(torch.stack([tensor.sum() for tensor in tensors]).sum() if tensors else zero)
+        bad = ~torch.stack(sums).isfinite()
+        if self._device.type == "cpu" and found_inf is None:
+            if bool(bad.any()):
+                self._raise(bad)
+            return None
+        skip = torch.zeros((), dtype=torch.bool, device=self._device)
+        if found_inf is not None:
+            skip = found_inf.to(self._device).reshape(()) > 0
+        self._bad[: len(bad)] |= bad & ~skip
+        if self._device.type == "cpu":
+            self.check()
+        fine = ~(bad.any() | skip)
+        gradient.copy_(torch.where(fine, gradient, 0.0))
+        return fine.to(gradient.dtype)
+
+    def check(self) -> None:
+        """Raise for a step masked since the last check; waits for the device, so only where the factors do."""
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        if bool(self._bad.any()):
+            bad = self._bad.clone()
+            self._bad.zero_()
+            self._raise(bad)
+
+    def _raise(self, bad: Tensor) -> None:
+        blocks = [block for block, wrong in zip(self._structure.blocks, bad[1:].tolist(), strict=False) if wrong]
+        names = [unit.name for block in blocks for unit in block.units]
+        where = (
+            f"the statistics of {_some(names)} went bad" if names else f"the gradient of {self._parameters()} went bad"
+        )
+        raise NonFiniteError(
+            f"a loss or gradient was NaN or infinite: {where}. Mean, Fisher and step count are as they were. "
+            "Look for bad inputs, lower lr, set kl_clip (1e-3 is a good start) or raise damping"
+        )
+
+    def _parameters(self) -> str:
+        parameters = self._structure.parameters.items()
+        return (
+            _some([n for n, p in parameters if p.grad is not None and not bool(p.grad.isfinite().all())]) or "a layer"
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

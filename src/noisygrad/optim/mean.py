@@ -1,0 +1,77 @@
+"""The mean's side of a step: momentum, trust region, learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noisygrad.optim.options import MomentumMode
+
+Groups = Sequence[tuple[dict[str, Any], slice]]
+"""Each param group with its part of the flat vector."""
+
+
+class MeanStep:
+    """Moves a flat vector of means; its state is the momentum.
+
+    - `average`: a bias-corrected moving average of the gradient, before preconditioning (the regression code, Adam);
+    - `heavy_ball`: v ← momentum · v + clipped step, after preconditioning and clipping (the released CIFAR-10 code).
+    """
+
+    def __init__(self, mode: MomentumMode, like: Tensor) -> None:
+        self.mode = mode
+        self.momentum = torch.zeros_like(like)
+        self.weight = like.new_zeros(())
+        """1 − β₁ᵏ, kept as a recursion so that a captured graph counts by itself."""
+
+    def move_(
+        self,
+        mean: Tensor,
+        gradient: Tensor,
+        solve: Callable[[Tensor], Tensor],
+        groups: Groups,
+        clip: float | None,
+        mask: Tensor | None,
+    ) -> None:
+        """mean ← mean − lr · P⁻¹ ĝ, in place; a mask of 0 leaves everything as it was."""
+        if self.mode == "average":
+            gradient = self._averaged(gradient, groups, mask)
+        step = solve(gradient)
+        if clip is not None:
+            step = step * clip_factor(gradient, step, groups, clip)
+        if self.mode == "heavy_ball":
+            step = self._accelerated(step, groups, mask)
+        for group, part in groups:
+            lr = group["lr"]
+            if mask is None and not isinstance(lr, Tensor):
+                mean[..., part].add_(step[..., part], alpha=-lr)
+            else:
+                mean[..., part].sub_(step[..., part] * (lr if mask is None else lr * mask))
+
+    def _averaged(self, gradient: Tensor, groups: Groups, mask: Tensor | None) -> Tensor:
+        momenta = {group["momentum"] for group, _ in groups}
+        if len(momenta) > 1:
+            raise ValueError('momentum_mode="average" needs the same momentum in all param groups')
+        (beta,) = momenta
+        if beta == 0:
+            return gradient
+        rate = 1.0 - beta if mask is None else (1.0 - beta) * mask
+        self.momentum.lerp_(gradient, rate)
+        self.weight.lerp_(torch.ones_like(self.weight), rate)
+        return self.momentum / (self.weight if mask is None else self.weight.clamp_min(1e-30))
+
+    def _accelerated(self, step: Tensor, groups: Groups, mask: Tensor | None) -> Tensor:
+        for group, part in groups:
+            velocity = self.momentum[..., part]
+            new = step[..., part].add(velocity, alpha=group["momentum"])
+            velocity.copy_(new if mask is None else torch.where(mask > 0, new, velocity))
+        return self.momentum
+
+
+def clip_factor(gradient: Tensor, step: Tensor, groups: Groups, clip: float) -> Tensor:
+    """min(1, sqrt(c / Σ lr² gᵀv)): the step's length in the Fisher metric is at most sqrt(c); one per replica."""
+    length = sum((gradient[..., part] * step[..., part]).sum(dim=-1, keepdim=True) * g["lr"] ** 2 for g, part in groups)
+    return (clip / torch.as_tensor(length)).sqrt().clamp(max=1.0)

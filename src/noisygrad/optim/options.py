@@ -1,0 +1,96 @@
+"""The hyper-parameters of a noisy natural-gradient optimiser, checked when made. Symbols: `docs/conventions.md`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from noisygrad.curvature.fisher import FisherKind
+from noisygrad.families.base import DampingMode
+
+MomentumMode = Literal["average", "heavy_ball"]
+FisherPass = Literal["same", "fresh"]
+Schedule = float | Callable[[int], float]
+"""A number, or a function from the step (1, 2, …) to one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What holds for all param groups of an optimiser."""
+
+    num_data: int
+    """N"""
+    kl_weight: float
+    """λ"""
+    fisher_decay: Schedule
+    """1 − β̃"""
+    stats_every: int
+    """T_stats"""
+    factor_every: int
+    """T_inv"""
+    kl_clip: Schedule | None
+    """c, the trust region"""
+    mc_samples: int
+    momentum_mode: MomentumMode
+    fisher: FisherKind
+    fisher_pass: FisherPass
+    damping_mode: DampingMode
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.num_data, int) or isinstance(self.num_data, bool) or self.num_data <= 0:
+            raise ValueError(
+                f"num_data must be a positive integer, the size of the training set; got {self.num_data!r}"
+            )
+        positive("kl_weight", self.kl_weight)
+        for name in ("stats_every", "factor_every", "mc_samples"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        for name, kind in (
+            ("momentum_mode", MomentumMode),
+            ("fisher", FisherKind),
+            ("fisher_pass", FisherPass),
+            ("damping_mode", DampingMode),
+        ):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}; got {getattr(self, name)!r}")
+        self.decay_at(1)
+        self.clip_at(1)
+
+    def decay_at(self, step: int) -> float:
+        """1 − β̃ at a step."""
+        decay = self.fisher_decay(step) if callable(self.fisher_decay) else self.fisher_decay
+        return fraction("fisher_decay", decay)
+
+    def clip_at(self, step: int) -> float | None:
+        """c at a step, or None without a trust region."""
+        if self.kl_clip is None:
+            return None
+        return positive("kl_clip", self.kl_clip(step) if callable(self.kl_clip) else self.kl_clip)
+
+    def stats_due(self, step: int) -> bool:
+        """Whether this step takes statistics: every T_stats, and at 1, 2, 4, … below T_inv."""
+        return step % self.stats_every == 0 or self._early(step)
+
+    def factors_due(self, step: int) -> bool:
+        """Whether this step refreshes the factors: every T_inv, and at 1, 2, 4, … below it."""
+        return step % self.factor_every == 0 or self._early(step)
+
+    def _early(self, step: int) -> bool:
+        return step < self.factor_every and step & (step - 1) == 0
+
+
+def positive(name: str, value: float) -> float:
+    """`value` if it is a positive finite number, else a ValueError that names it."""
+    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{name} must be a positive number, got {value!r}")
+    return value
+
+
+def fraction(name: str, value: float) -> float:
+    """`value` if it lies in [0, 1), else a ValueError that names it."""
+    if not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ValueError(f"{name} must be at least 0 and below 1, got {value!r}")
+    return value

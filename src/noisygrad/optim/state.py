@@ -1,0 +1,102 @@
+"""An optimiser's state as tensors and numbers in nested dictionaries, and back.
+
+`torch.optim.Optimizer.load_state_dict` would cast every tensor to its parameter's type; here factors keep their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from noisygrad.optim.base import NoisyOptimizer
+
+FORMAT = 1
+
+
+def save_state(optimizer: NoisyOptimizer) -> dict[str, Any]:
+    """See `NoisyOptimizer.state_dict`; the tensors are copies."""
+    places = {id(p): i for i, p in enumerate(optimizer.structure.parameters.values())}
+    return {
+        "format": FORMAT,
+        "family": optimizer.family,
+        "steps": optimizer._steps,
+        "tensors": {name: tensor.detach().clone() for name, tensor in _tensors(optimizer).items()},
+        "generators": {str(i): generator.get_state() for i, generator in enumerate(optimizer.generators)},
+        "likelihood": {name: tensor.detach().clone() for name, tensor in optimizer.likelihood.state_dict().items()},
+        "param_groups": [
+            {
+                **{name: _plain(value) for name, value in group.items() if name != "params"},
+                "params": [places[id(p)] for p in group["params"]],
+            }
+            for group in optimizer.param_groups
+        ],
+    }
+
+
+def load_state(optimizer: NoisyOptimizer, state: Mapping[str, Any]) -> None:
+    """See `NoisyOptimizer.load_state_dict`; everything is checked before anything changes."""
+    missing = {"format", "family", "steps", "tensors", "generators", "likelihood", "param_groups"} - set(state)
+    if missing:
+        raise ValueError(f"this is not the state of a noisygrad optimiser: {', '.join(sorted(missing))} missing")
+    if state["format"] > FORMAT:
+        raise ValueError(f"the state has format {state['format']}, this noisygrad reads up to {FORMAT}: upgrade it")
+    if state["family"] != optimizer.family:
+        raise ValueError(
+            f"the state is of the family {state['family']!r}, this optimiser is {optimizer.family!r} "
+            f"({type(optimizer).__name__}): load it into the optimiser that saved it"
+        )
+    own = _tensors(optimizer)
+    theirs = dict(state["tensors"])
+    wrong = [
+        name
+        for name in own.keys() | theirs.keys()
+        if name not in own or name not in theirs or own[name].shape != theirs[name].shape
+    ]
+    if wrong:
+        raise ValueError(
+            f"the state belongs to another model, other groups or another damping: {', '.join(sorted(wrong)[:4])} "
+            f"{'differs' if len(wrong) == 1 else 'differ'} in shape or presence"
+        )
+    if len(state["generators"]) != len(optimizer.generators) or len(state["param_groups"]) != len(
+        optimizer.param_groups
+    ):
+        raise ValueError("the state has another number of replicas or param groups")
+    optimizer.likelihood.load_state_dict(state["likelihood"])
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(theirs[name])
+    for index, generator in enumerate(optimizer.generators):
+        generator.set_state(state["generators"][str(index)].cpu())
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        group.update({name: value for name, value in saved.items() if name != "params"})
+    optimizer._steps = int(state["steps"])
+    optimizer.zero_grad()
+
+
+def _tensors(optimizer: NoisyOptimizer) -> dict[str, Tensor]:
+    """Every tensor of the state by name; the mean is among them, for parameters too narrow to hold all its digits."""
+    factors = optimizer.factors
+    found = {
+        "mean": optimizer.mean.flat,
+        "momentum": optimizer.mean_step.momentum,
+        "momentum_weight": optimizer.mean_step.weight,
+        "updates": factors.updates,
+        "prior_mean": optimizer.priors.mean,
+    }
+    for block in factors.blocks:
+        parts = {
+            "statistics": factors.statistics[block.name].tensors(),
+            "prior": optimizer.priors.blocks[block.name].tensors(),
+            "gamma": factors.priors[block.name].tensors(),
+            "factors": factors.tensors(block),
+        }
+        found |= {f"{block.name}/{part}/{name}": t for part, tensors in parts.items() for name, t in tensors.items()}
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value

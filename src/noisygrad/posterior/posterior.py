@@ -1,0 +1,270 @@
+"""A fitted posterior: draw from it, measure it, predict with it, keep it.
+
+q(w) = N(mean, Σ) with Σ = (λ/N) P⁻¹ and P = F̄ + Γ, block by block; blocks without noise are points. All results are
+in nats. Conventions: `docs/conventions.md`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
+from noisygrad.families.kl import kl_divergence, log_prob
+from noisygrad.likelihoods import Likelihood
+from noisygrad.posterior.prior import BlockPriors
+from noisygrad.posterior.structure import Block, Coverage, Family, Structure, parameter_order
+from noisygrad.posterior.weights import FlatWeights
+from noisygrad.predictions import Prediction
+from noisygrad.priors import FittedPrior
+
+
+class Posterior:
+    """The Gaussian posterior over a model's weights; made by `optimizer.posterior()` or `load_posterior`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        structure: Structure,
+        mean: Tensor,
+        statistics: Mapping[str, Statistics],
+        priors: BlockPriors,
+        *,
+        num_data: int,
+        kl_weight: float,
+        damping_mode: DampingMode,
+    ) -> None:
+        self.model = model
+        self.likelihood = copy.deepcopy(likelihood)
+        self.num_data, self.kl_weight, self.damping_mode = num_data, kl_weight, damping_mode
+        self.structure, self.priors = structure, priors
+        self.statistics = dict(statistics)
+        self._mean = FlatWeights(structure, mean)
+        self._buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+
+    @property
+    def family(self) -> Family:
+        """The covariance family: diagonal, kronecker, tridiagonal or full."""
+        return self.structure.family
+
+    @cached_property
+    def mean(self) -> dict[str, Tensor]:
+        """The mean as parameter name → tensor."""
+        return self._mean.as_dict()
+
+    def coverage(self) -> Coverage:
+        """Which block each parameter is in and why; print it."""
+        return self.structure.coverage()
+
+    # ---------------------------------------------------------------- the Gaussian
+
+    @cached_property
+    def _gammas(self) -> dict[str, Prior]:
+        return self.priors.scaled(self.kl_weight / self.num_data)
+
+    @cached_property
+    def _precisions(self) -> list[tuple[Block, Precision]]:
+        """P of each noisy block."""
+        return [
+            (block, self.statistics[block.name].factorise(self._gammas[block.name], 0.0, self.damping_mode))
+            for block in self.structure.blocks
+            if block.noise
+        ]
+
+    def _noisy(self) -> list[tuple[Block, Precision]]:
+        if not self._precisions:
+            raise ValueError("this is a point estimate (noise=False): it has no density, no KL and no covariance")
+        return self._precisions
+
+    def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """One draw of the weights as parameter name → tensor; a point estimate gives its mean."""
+        return self._as_dict(self._draw(generator))
+
+    def _draw(self, generator: torch.Generator | None) -> Tensor:
+        noise = torch.empty_like(self._mean.flat).normal_(generator=generator)
+        draw = self._mean.flat.clone()
+        scale = (self.kl_weight / self.num_data) ** 0.5
+        for block, precision in self._precisions:
+            block.vector(draw).add_(precision.sample(block.vector(noise)), alpha=scale)
+        return draw
+
+    def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
+        """Log density of a setting of all weights, as `sample` gives it; one number per replica."""
+        flat = FlatWeights(self.structure, torch.empty_like(self._mean.flat))
+        flat.load_dict_(dict(weights))
+        difference = flat.flat - self._mean.flat
+        scale = self.num_data / self.kl_weight
+        return self._sum(block.total(log_prob(p, block.vector(difference), scale)) for block, p in self._noisy())
+
+    def kl(self) -> Tensor:
+        """KL(q ‖ prior) of the weights in nats, in closed form; one number per replica."""
+        return self._sum(self.kl_by_block().values())
+
+    def kl_by_block(self) -> dict[str, Tensor]:
+        """The KL of each block: a report of where the posterior has learned something."""
+        difference = self._mean.flat - self.priors.mean
+        scale = self.num_data / self.kl_weight
+        return {
+            block.name: block.total(kl_divergence(precision, self._gammas[block.name], block.vector(difference), scale))
+            for block, precision in self._noisy()
+        }
+
+    def std(self) -> dict[str, Tensor]:
+        """Marginal standard deviation of each weight, for small networks (through the dense covariance)."""
+        flat = FlatWeights(self.structure, torch.zeros_like(self._mean.flat))
+        for block, precision in self._noisy():
+            variance = torch.linalg.inv(precision.to_dense()).diagonal(dim1=-2, dim2=-1)
+            block.vector(flat.flat).copy_((variance * self.kl_weight / self.num_data).sqrt())
+        return flat.as_dict()
+
+    def precision(self) -> Tensor:
+        """Dense precision, `[*replicas, n, n]`, in the order of `torch.nn.utils.parameters_to_vector`."""
+        return self._dense(lambda p: p.to_dense() * (self.num_data / self.kl_weight), "precision")
+
+    def covariance(self) -> Tensor:
+        """Dense covariance, in the same order; weights without noise have variance 0."""
+        return self._dense(lambda p: torch.linalg.inv(p.to_dense()) * (self.kl_weight / self.num_data), "covariance")
+
+    def _dense(self, matrix_of: Callable[[Precision], Tensor], what: str) -> Tensor:
+        if what == "precision" and len(self._noisy()) < len(self.structure.blocks):
+            raise ValueError("weights without noise have no finite precision; use covariance()")
+        flat = self._mean.flat
+        if flat.shape[-1] > 50_000:
+            raise ValueError(f"a dense {what} over {flat.shape[-1]} weights does not fit in memory")
+        dense = flat.new_zeros(*flat.shape, flat.shape[-1])
+        for block, precision in self._noisy():
+            parts = matrix_of(precision)
+            size = parts.shape[-1]
+            for index in range(block.grouped):
+                part = parts[..., index, :, :] if block.grouped > 1 else parts
+                start = block.start + index * size
+                dense[..., start : start + size, start : start + size] = part
+        order = parameter_order(self.structure).to(flat.device)
+        return dense[..., order, :][..., order]
+
+    def as_prior(self) -> FittedPrior:
+        """The prior of the next fit: `NoisyKFAC(..., prior=posterior.as_prior())`.
+
+        The precision is kept in the family's structure; under exact damping a Kronecker block is brought to the nearest
+        Kronecker product (`families.kronecker.Precision.as_prior`). Blocks without noise keep the prior they had.
+        """
+        scale = self.num_data / self.kl_weight
+        fitted = {block.name: precision.as_prior().scaled(scale) for block, precision in self._precisions}
+        blocks = {b.name: fitted.get(b.name, self.priors.blocks[b.name]) for b in self.structure.blocks}
+        return FittedPrior(self.family, self._mean.as_dict(like_parameters=False), blocks)
+
+    # ---------------------------------------------------------------- data
+
+    @torch.no_grad()
+    def elbo(
+        self, loader: Iterable[tuple[Tensor, Tensor]], num_samples: int = 10, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """−N · E_q[nll] − λ (KL of weights + KL of noise), in nats; `loader` yields (x, y) batches of the data.
+
+        The expectation is over `num_samples` draws; one number per replica.
+        """
+        kl = self.kl() + self.likelihood.kl().to(self._mean.flat)
+        return -self.num_data * self.expected_nll(loader, num_samples, generator) - self.kl_weight * kl
+
+    @torch.no_grad()
+    def expected_nll(
+        self, loader: Iterable[tuple[Tensor, Tensor]], num_samples: int = 10, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """E_q of the negative log-likelihood per datum (not that of the predictive mixture), per replica."""
+        draws = [self._as_dict(self._draw(generator)) for _ in range(_positive("num_samples", num_samples))]
+        total, count = torch.zeros(self.structure.replicas, device=self._mean.flat.device), 0
+        with self._evaluating():
+            for x, y in loader:
+                for weights in draws:
+                    output = self._forward(weights, self._moved(x))
+                    target = self._moved(y)
+                    self.likelihood.check(output, target)
+                    total = total - self.likelihood.log_prob(output, target).sum(dim=-1)
+                count += y.shape[len(self.structure.replicas)]
+        if count == 0:
+            raise ValueError("the loader is empty")
+        return total / (count * num_samples)
+
+    @torch.no_grad()
+    def predict(
+        self,
+        x: Tensor,
+        num_samples: int = 100,
+        *,
+        batch_size: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        """What the model says of `x`, averaged over `num_samples` draws of the weights, in evaluation mode.
+
+        Every batch of `batch_size` examples sees the same draws. A point estimate needs, and uses, one draw.
+        """
+        return self.likelihood.predictive(self.outputs(x, num_samples, batch_size=batch_size, generator=generator))
+
+    @torch.no_grad()
+    def outputs(
+        self,
+        x: Tensor,
+        num_samples: int = 100,
+        *,
+        batch_size: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """The network's raw outputs for each draw, `[num_samples, *replicas, batch, ...]`."""
+        _positive("num_samples", num_samples)
+        if not self._precisions:
+            num_samples = 1
+        dim = 0 if x.dim() <= 2 else len(self.structure.replicas)
+        parts = x.split(_positive("batch_size", batch_size), dim=dim) if batch_size is not None else (x,)
+        lead = len(self.structure.replicas)
+        with self._evaluating():
+            draws = []
+            for _ in range(num_samples):
+                weights = self._as_dict(self._draw(generator))
+                draws.append(torch.cat([self._forward(weights, self._moved(part)) for part in parts], dim=lead))
+        return torch.stack(draws)
+
+    def _forward(self, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        output = functional_call(self.model, (weights, self._buffers), (x,))
+        if not isinstance(output, Tensor):
+            raise TypeError(f"the model must return one tensor, got {type(output).__name__}")
+        return output
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Evaluation mode inside; every module's own mode again outside."""
+        modes = {module: module.training for module in self.model.modules()}
+        self.model.eval()
+        try:
+            yield
+        finally:
+            for module, training in modes.items():
+                module.training = training
+
+    def _as_dict(self, flat: Tensor) -> dict[str, Tensor]:
+        return FlatWeights(self.structure, flat).as_dict()
+
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._mean.flat.device, non_blocking=True)
+
+    def _sum(self, values: Iterable[Tensor]) -> Tensor:
+        return torch.stack(list(values)).sum(dim=0)
+
+    def save(self, path: str | Path) -> None:
+        """Write everything to one safetensors file; read it with `load_posterior(path, model)`."""
+        from noisygrad.posterior.files import save_posterior
+
+        save_posterior(self, path)
+
+
+def _positive(name: str, value: int) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+    return value

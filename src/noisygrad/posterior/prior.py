@@ -1,0 +1,59 @@
+"""The prior of every block of a structure: its mean as a flat vector, its precision in the block's family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from noisygrad.families.base import Prior
+from noisygrad.posterior.structure import Structure
+from noisygrad.posterior.weights import FlatWeights
+from noisygrad.priors import FittedPrior, PriorVariance, prior_precision
+
+
+@dataclass(frozen=True)
+class BlockPriors:
+    """N(mean, precision⁻¹) over all weights, block by block, in absolute units (not the Fisher's)."""
+
+    mean: Tensor
+    blocks: dict[str, Prior]
+
+    @classmethod
+    def build(
+        cls,
+        structure: Structure,
+        prior_variance: PriorVariance,
+        fitted: FittedPrior | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> BlockPriors:
+        """From η, or from a fitted posterior of the same family and the same model."""
+        mean = FlatWeights.zeros(structure, dtype, device)
+        if fitted is None:
+            mean.fill_centres_()
+            return cls(
+                mean.flat,
+                {
+                    block.name: block.prior(lambda name: prior_precision(prior_variance, name), dtype, device)
+                    for block in structure.blocks
+                },
+            )
+        if fitted.family != structure.family:
+            raise ValueError(
+                f"the prior comes from a posterior of the family {fitted.family!r}, this fit is {structure.family!r}; "
+                "continue with the optimiser that fitted it"
+            )
+        shapes = {name: tensor.shape for name, tensor in fitted.means.items()}
+        if shapes != structure.shapes or list(fitted.blocks) != [block.name for block in structure.blocks]:
+            raise ValueError("the prior comes from another model: names, shapes or param groups differ")
+        mean.load_dict_(fitted.means)
+        return cls(
+            mean.flat,
+            {name: prior.map(lambda t: t.to(device=device, dtype=dtype)) for name, prior in fitted.blocks.items()},
+        )
+
+    def scaled(self, factor: float) -> dict[str, Prior]:
+        """Γ of each block: the precision in units of the Fisher, for `factor` = λ/N."""
+        return {name: prior.scaled(factor) for name, prior in self.blocks.items()}

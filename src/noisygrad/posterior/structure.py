@@ -1,0 +1,299 @@
+"""Which block each parameter lies in: total, fixed at construction, and open to view (`Coverage`).
+
+All weights live in one flat vector `[*replicas, n]`, block after block, param group after param group. A block is one
+or more units (layers' matrices) that share a covariance family; `Block.vector` is its part of any such flat vector.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from noisygrad.curvature.layers import Unit, find_units
+from noisygrad.curvature.passes import MatrixPass, Pass
+from noisygrad.families import dense, diagonal, kronecker, tridiagonal
+from noisygrad.families.base import Prior, Statistics
+
+Family = Literal["diagonal", "kronecker", "tridiagonal", "full"]
+FAMILIES: tuple[Family, ...] = ("diagonal", "kronecker", "tridiagonal", "full")
+LARGEST_DENSE = 20_000
+"""A dense block of more weights than this (3 GB in float64) is refused with advice instead of an out-of-memory."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Weights [start, start + size) of the flat vector, with one covariance family."""
+
+    name: str
+    family: Family
+    units: tuple[Unit, ...]
+    start: int
+    group: int
+    noise: bool
+
+    @property
+    def size(self) -> int:
+        """How many weights it has (per replica)."""
+        return sum(unit.size for unit in self.units)
+
+    @property
+    def grouped(self) -> int:
+        """How many independent sub-blocks (groups of a convolution) it consists of; 1 if it is one block."""
+        return self.units[0].groups if self.family == "kronecker" else 1
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """Leading dimensions of its family's tensors: replicas, then groups."""
+        return self.units[0].replicas + ((self.grouped,) if self.grouped > 1 else ())
+
+    def vector(self, flat: Tensor) -> Tensor:
+        """Its part of a flat vector, a view `[*batch, n]`."""
+        part = flat[..., self.start : self.start + self.size]
+        return part.unflatten(-1, (self.grouped, -1)) if self.grouped > 1 else part
+
+    def total(self, values: Tensor) -> Tensor:
+        """One number per replica from one per sub-block."""
+        return values.sum(dim=-1) if self.grouped > 1 else values
+
+    def identity(self, dtype: torch.dtype, device: torch.device) -> Statistics:
+        """The statistics at the start: F̄ = I."""
+        first = self.units[0]
+        if self.family == "diagonal":
+            return diagonal.Statistics.identity(self.batch, self.size, dtype=dtype, device=device)
+        if self.family == "kronecker":
+            return kronecker.Statistics.identity(self.batch, first.outputs, first.inputs, dtype=dtype, device=device)
+        if self.family == "tridiagonal":
+            outputs, inputs = [unit.outputs for unit in self.units], [unit.inputs for unit in self.units]
+            return tridiagonal.Statistics.identity(self.batch, outputs, inputs, dtype=dtype, device=device)
+        return dense.Statistics.identity(self.batch, self.size, dtype=dtype, device=device)
+
+    def measure(self, passes: Mapping[str, Pass]) -> Statistics | None:
+        """The statistics of one pass, or None if none of its layers took part."""
+        seen = [unit for unit in self.units if unit.name in passes]
+        if not seen or (len(seen) < len(self.units) and self.family in {"kronecker", "tridiagonal"}):
+            return None
+        if self.family == "diagonal":
+            return diagonal.Statistics(self._joined({unit.name: passes[unit.name].squares() for unit in seen}))
+        if self.family == "full":
+            return dense.Statistics.measure(self._joined({unit.name: passes[unit.name].rows() for unit in seen}))
+        matrices = [p for p in (passes[unit.name] for unit in self.units) if isinstance(p, MatrixPass)]
+        if self.family == "kronecker":
+            (only,) = matrices
+            return kronecker.Statistics.measure(only.activations, only.gradients, only.constant)
+        return tridiagonal.Statistics.measure(
+            [p.activations for p in matrices],
+            [p.gradients for p in matrices],
+            [p.constant for p in matrices],
+            [a.gradients.shape[-3:-1] == b.gradients.shape[-3:-1] for a, b in pairwise(matrices)],
+        )
+
+    def _joined(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The units' vectors as one; a layer that took no part has no gradient."""
+        if len(self.units) == 1:
+            return parts[self.units[0].name]
+        like = next(iter(parts.values()))
+        return torch.cat(
+            [
+                parts[unit.name] if unit.name in parts else like.new_zeros(*like.shape[:-1], unit.size)
+                for unit in self.units
+            ],
+            dim=-1,
+        )
+
+    def prior(self, precision_of: Callable[[str], float], dtype: torch.dtype, device: torch.device) -> Prior:
+        """A fresh prior from the precision 1/η of each parameter."""
+        columns = []
+        for unit in self.units:
+            values = torch.zeros(*self.batch, unit.inputs, dtype=dtype, device=device)
+            for slot in unit.slots:
+                values[..., slot.start : slot.stop] = precision_of(slot.parameter)
+            columns.append(values)
+        if self.family == "kronecker":
+            return kronecker.Prior.from_columns(columns[0], self.units[0].outputs)
+        if self.family == "tridiagonal":
+            return tridiagonal.Prior.from_columns(columns, [unit.outputs for unit in self.units])
+        flat = torch.cat(
+            [
+                values.unsqueeze(-2).expand(*values.shape[:-1], unit.groups * unit.outputs, -1).flatten(-2)
+                for values, unit in zip(columns, self.units, strict=True)
+            ],
+            dim=-1,
+        )
+        return diagonal.Prior(flat) if self.family == "diagonal" else dense.Prior(flat, diagonal=True)
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Which block each parameter got and why; `print` it."""
+
+    rows: tuple[tuple[str, str, str, str], ...]
+
+    def __str__(self) -> str:
+        header = ("parameter", "shape", "block", "why")
+        table = [header, *self.rows]
+        widths = [max(len(row[column]) for row in table) for column in range(3)]
+        lines = ["  ".join([*(row[c].ljust(widths[c]) for c in range(3)), row[3]]).rstrip() for row in table]
+        return "\n".join([lines[0], "-" * max(len(line) for line in lines), *lines[1:]])
+
+    __repr__ = __str__
+
+
+@dataclass
+class Structure:
+    """The blocks of a model, its parameters, and where each lies in the flat vector."""
+
+    family: Family
+    blocks: list[Block]
+    layers: dict[nn.Module, list[Unit]]
+    parameters: dict[str, nn.Parameter]
+    frozen: dict[str, nn.Parameter]
+    replicas: tuple[int, ...]
+    notes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """How many trainable weights there are (per replica)."""
+        return sum(block.size for block in self.blocks)
+
+    @property
+    def units(self) -> list[Unit]:
+        """All units in the order of the flat vector."""
+        return [unit for block in self.blocks for unit in block.units]
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shape of every trainable parameter."""
+        return {name: parameter.shape for name, parameter in self.parameters.items()}
+
+    def group_part(self, group: int) -> slice:
+        """The part of the flat vector that a param group owns; groups lie one after another."""
+        mine = [block for block in self.blocks if block.group == group]
+        return slice(mine[0].start, mine[-1].start + mine[-1].size)
+
+    def coverage(self) -> Coverage:
+        """Which block each parameter got and why, frozen ones included."""
+        rows = []
+        for block in self.blocks:
+            for unit in block.units:
+                for slot in unit.slots:
+                    shape = "×".join(map(str, slot.of(self.parameters[slot.parameter], len(self.replicas)).shape))
+                    name = slot.parameter if slot.rows is None else f"{slot.parameter}[{slot.rows[0]}:{slot.rows[1]}]"
+                    kind = f"{block.family}:{block.name}" + ("" if block.noise else " (no noise)")
+                    rows.append((name, shape, kind, self.notes.get(unit.name, unit.note) or unit.layer))
+        order = {name: index for index, name in enumerate(self.parameters)}
+        rows.sort(key=lambda row: order[row[0].partition("[")[0]])
+        for name, parameter in self.frozen.items():
+            rows.append((name, "×".join(map(str, parameter.shape)), "frozen", "requires_grad is False"))
+        return Coverage(tuple(rows))
+
+
+def build_structure(
+    model: nn.Module, family: Family, group_of: Callable[[str], int] = lambda name: 0, noise: Sequence[bool] = (True,)
+) -> Structure:
+    """Every trainable parameter of `model` in a block of the family, or in a diagonal one where that does not apply.
+
+    `group_of` names the param group of each parameter and `noise` says which groups are noisy. Raises for a model
+    without trainable parameters, and where a layer's parameters lie in different groups.
+    """
+    units, layers = find_units(model)
+    if not units:
+        raise ValueError("the model has no trainable parameters")
+    devices = {parameter.device for parameter in model.parameters() if parameter.requires_grad}
+    if len(devices) > 1:
+        raise ValueError(f"all trainable parameters must be on one device, found {sorted(map(str, devices))}")
+    replicas = {unit.replicas for unit in units}
+    if len(replicas) > 1:
+        raise ValueError(f"all trainable layers must have the same replicas, found {sorted(replicas)}")
+    groups = {unit.name: _group(unit, group_of) for unit in units}
+    notes: dict[str, str] = {}
+    blocks: list[Block] = []
+    for group, noisy in enumerate(noise):
+        mine = [unit for unit in units if groups[unit.name] == group]
+        for name, kind, members in _partition(mine, units, family, notes):
+            start = blocks[-1].start + blocks[-1].size if blocks else 0
+            unique = f"{name}@{group}" if group else name
+            blocks.append(Block(unique, kind, tuple(members), start, group, noisy))
+    return Structure(
+        family,
+        blocks,
+        layers,
+        {name: p for name, p in model.named_parameters() if p.requires_grad},
+        {name: p for name, p in model.named_parameters() if not p.requires_grad},
+        next(iter(replicas)),
+        notes,
+    )
+
+
+def _group(unit: Unit, group_of: Callable[[str], int]) -> int:
+    found = {slot.parameter: group_of(slot.parameter) for slot in unit.slots}
+    if len(set(found.values())) > 1:
+        raise ValueError(
+            f"the parameters of layer {unit.name!r} share one block but fall into different groups: {found}; "
+            'use patterns that cover the whole layer, such as "layer.*"'
+        )
+    return next(iter(found.values()))
+
+
+def _partition(
+    units: Sequence[Unit], all_units: Sequence[Unit], family: Family, notes: dict[str, str]
+) -> Iterable[tuple[str, Family, list[Unit]]]:
+    """The blocks of one param group: name, family and members."""
+    if not units:
+        return
+    rest = [unit for unit in units if unit.kind == "other"] if family == "full" else list(units)
+    if family == "full" and len(rest) < len(units):
+        together = [unit for unit in units if unit.kind != "other"]
+        size = sum(unit.size for unit in together)
+        if size > LARGEST_DENSE:
+            raise ValueError(
+                f"a full covariance over {size} weights needs a matrix of {size}×{size}; at most {LARGEST_DENSE} are "
+                "supported. Use NoisyKFAC or NoisyBlockTridiagonal, or freeze layers"
+            )
+        yield "all", "full", together
+    if family in {"kronecker", "tridiagonal"}:
+        for chain in _chains(units, all_units) if family == "tridiagonal" else []:
+            for before, after in pairwise(chain):
+                notes[after.name] = f"{after.layer}, coupled with {before.name}"
+            yield "–".join((chain[0].name, chain[-1].name)), "tridiagonal", chain
+            rest = [unit for unit in rest if unit not in chain]
+        for unit in rest:
+            if unit.kind == "matrix":
+                if family == "tridiagonal":
+                    notes[unit.name] = f"{unit.layer} without a neighbour to couple with: coupling zero"
+                yield unit.name, "kronecker", [unit]
+        rest = [unit for unit in rest if unit.kind != "matrix"]
+        notes.update({unit.name: f"{unit.layer}: diagonal" for unit in rest if not unit.note})
+    if rest:
+        yield ("diagonal" if family != "diagonal" else "all"), "diagonal", rest
+
+
+def _chains(units: Sequence[Unit], all_units: Sequence[Unit]) -> list[list[Unit]]:
+    """Runs of two or more Linear layers that follow one another; any other layer with a matrix ends a run."""
+    chains: list[list[Unit]] = [[]]
+    mine = set(units)
+    for unit in all_units:
+        if unit.chainable and unit in mine:
+            chains[-1].append(unit)
+        elif unit.kind in {"matrix", "embedding"}:
+            chains.append([])
+    return [chain for chain in chains if len(chain) > 1]
+
+
+def parameter_order(structure: Structure) -> Tensor:
+    """For each entry of `torch.nn.utils.parameters_to_vector`, where it lies in the flat vector (one replica)."""
+    where = torch.arange(structure.size)
+    lead = len(structure.replicas)
+    places = {name: torch.empty(shape[lead:], dtype=torch.long) for name, shape in structure.shapes.items()}
+    for block in structure.blocks:
+        start = block.start
+        for unit in block.units:
+            for slot, view in unit.views(where[start : start + unit.size], structure.shapes):
+                slot.of(places[slot.parameter], 0).copy_(view)
+            start += unit.size
+    return torch.cat([place.reshape(math.prod(place.shape)) for place in places.values()])

@@ -1,0 +1,104 @@
+"""One flat vector of weights and its views in the shapes of the parameters.
+
+A copy between the model and the flat vector is one `foreach` call over views, in either direction; nothing of the
+model is replaced, so optimiser, DDP and compiled code keep the parameters that they know.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from noisygrad.posterior.structure import Structure
+
+
+class FlatWeights:
+    """A vector `[*replicas, n]` in the order of the blocks, seen as the model's parameters."""
+
+    def __init__(self, structure: Structure, flat: Tensor) -> None:
+        self.flat = flat
+        self._structure = structure
+        self._lead = len(structure.replicas)
+        self._slots = []
+        self._views: list[Tensor] = []
+        shapes = structure.shapes
+        start = 0
+        for unit in structure.units:
+            for slot, view in unit.views(flat[..., start : start + unit.size], shapes):
+                self._slots.append(slot)
+                self._views.append(view)
+            start += unit.size
+        self._parameters = [slot.of(structure.parameters[slot.parameter].detach(), self._lead) for slot in self._slots]
+
+    @classmethod
+    def zeros(cls, structure: Structure, dtype: torch.dtype, device: torch.device) -> FlatWeights:
+        """A new vector of zeros."""
+        return cls(structure, torch.zeros(*structure.replicas, structure.size, dtype=dtype, device=device))
+
+    @torch.no_grad()
+    def read_parameters_(self) -> None:
+        """Parameters → flat."""
+        self._refresh()
+        torch._foreach_copy_(self._views, self._parameters)
+
+    @torch.no_grad()
+    def write_parameters_(self) -> None:
+        """Flat → parameters, in place."""
+        self._refresh()
+        torch._foreach_copy_(self._parameters, self._views)
+
+    @torch.no_grad()
+    def read_gradients_(self) -> None:
+        """Gradients of the parameters → flat; a parameter without one counts as zero."""
+        gradients = []
+        views = []
+        for slot, view in zip(self._slots, self._views, strict=True):
+            gradient = self._structure.parameters[slot.parameter].grad
+            if gradient is None:
+                view.zero_()
+            elif gradient.is_sparse:
+                raise ValueError(f"parameter {slot.parameter!r} has a sparse gradient, which is not supported")
+            else:
+                gradients.append(slot.of(gradient, self._lead))
+                views.append(view)
+        if views:
+            torch._foreach_copy_(views, gradients)
+
+    def _refresh(self) -> None:
+        """Follow parameters whose storage was replaced (`model.to`, `p.data = ...`) since the views were made."""
+        for index, slot in enumerate(self._slots):
+            parameter = self._structure.parameters[slot.parameter]
+            if slot.rows is None:
+                if self._parameters[index].data_ptr() != parameter.data_ptr():
+                    self._parameters[index] = parameter.detach()
+            elif self._parameters[index].untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+                self._parameters[index] = slot.of(parameter.detach(), self._lead)
+
+    def as_dict(self, *, like_parameters: bool = True) -> dict[str, Tensor]:
+        """A copy as parameter name → tensor, in the parameters' dtype unless `like_parameters` is off."""
+        tensors = {
+            name: torch.empty_like(p, dtype=p.dtype if like_parameters else self.flat.dtype, requires_grad=False)
+            for name, p in self._structure.parameters.items()
+        }
+        for slot, view in zip(self._slots, self._views, strict=True):
+            slot.of(tensors[slot.parameter], self._lead).copy_(view)
+        return tensors
+
+    @torch.no_grad()
+    def load_dict_(self, tensors: dict[str, Tensor]) -> None:
+        """Parameter name → tensor into the flat vector."""
+        for slot, view in zip(self._slots, self._views, strict=True):
+            view.copy_(slot.of(tensors[slot.parameter], self._lead))
+
+    @torch.no_grad()
+    def fill_centres_(self) -> None:
+        """The centre of each parameter's prior: 0, or 1 for the scale of a norm layer."""
+        for slot, view in zip(self._slots, self._views, strict=True):
+            view.fill_(slot.centre)
+
+    @torch.no_grad()
+    def rounded(self) -> Tensor:
+        """The flat vector after a round trip through the parameters' own types."""
+        rounded = torch.empty_like(self.flat)
+        FlatWeights(self._structure, rounded).load_dict_(self.as_dict())
+        return rounded
