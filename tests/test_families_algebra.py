@@ -235,9 +235,10 @@ def test_a_prior_of_another_family_is_refused() -> None:
 
 
 def test_fitted_chain_prior_forgets_its_factors_when_overwritten() -> None:
-    _, precision = CASES["tridiagonal-2"](1, (), False, 0.0)
-    prior = precision.as_prior().clone()
-    vector = normal(2, precision.to_dense().shape[-1])
+    prior, other = (CASES["tridiagonal-2"](seed, (), False, 0.0)[1].as_prior().clone() for seed in (1, 2))
+    vector = normal(2, 23)
     before = prior.times(vector)
-    prior.copy_(prior.scaled(3.0))
-    close(prior.times(vector), 3.0 * before)
+    prior.copy_(other)
+    close(prior.times(vector), other.times(vector))
+    close(prior.logdet(), other.logdet())
+    assert (prior.times(vector) - before).norm() > 1e-3

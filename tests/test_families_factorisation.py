@@ -63,6 +63,10 @@ def test_positions_are_summed_in_the_outputs_and_averaged_in_the_inputs() -> Non
     statistics = kronecker.Statistics.measure(a, g, constant=False)
     close(statistics.inputs, torch.einsum("bti,btj->ij", a, a) / 20)
     close(statistics.outputs, torch.einsum("bti,btj->ij", g, g) / 5)
+    # A chain of a layer with itself: the coupling is counted as the layer is.
+    chain = tridiagonal.Statistics.measure([a, a], [g, g], [False, False], [True])
+    close(chain.cross_inputs[0], statistics.inputs)
+    close(chain.cross_outputs[0], statistics.outputs)
 
 
 def test_uncoupled_layers_make_a_block_diagonal_precision() -> None:
@@ -259,6 +263,21 @@ def test_families_survive_near_singular_float32(family: str) -> None:
         size = again.times(torch.zeros(60 if family == "tridiagonal" else 15)).shape[-1]
     noise = torch.eye(size)
     for result in (precision.sample(noise), precision.solve(noise), precision.logdet(), precision.trace(again)):
+        assert torch.isfinite(result).all()
+
+
+def test_a_pivot_below_the_damping_is_rounding_even_if_cholesky_succeeds() -> None:
+    with pytest.warns(RuntimeWarning, match="1e-06"):
+        root, logdet = inverse_root(torch.diag(torch.tensor([1.0, 1e-9])), 1e-6)
+    close(root @ root.mT, torch.diag(torch.tensor([1.0, 1e6])), 1e-5)
+    close(logdet, torch.tensor(1e-6).log(), 1e-5)
+
+
+def test_layers_that_are_perfectly_correlated_after_rounding_stay_finite() -> None:
+    eye = torch.eye(3)
+    prior = tridiagonal.Prior.from_columns([torch.full((3,), 1e-20)] * 2, [3, 3])
+    precision = tridiagonal.Statistics((eye, eye), (eye, eye), (eye,), (eye,)).factorise(prior)
+    for result in (precision.sample(torch.eye(18)), precision.solve(torch.eye(18)), precision.logdet()):
         assert torch.isfinite(result).all()
 
 

@@ -1,8 +1,8 @@
 """The optimiser: draw weights from the posterior, take a natural-gradient step on its mean, keep its Fisher.
 
 Algorithms 1 and 2 of the paper are one algorithm, `NoisyOptimizer.step`; the families differ only in their blocks.
-Nothing in a step waits for a GPU: what a CPU checks at once, a GPU masks on the device and checks at the next refresh of
-the factors. Conventions: `docs/conventions.md`.
+Nothing in a step waits for a GPU: what a CPU checks at once, a GPU masks on the device and checks at the next refresh
+of the factors. Conventions: `docs/conventions.md`.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
             raise RuntimeError("step() has nothing to work with: no sampled() context was entered since the last step")
         if pending.expected_statistics and not pending.statistics:
             raise RuntimeError(
-                "this step was due to take statistics, but no loss was computed by draw.nll(output, target): the Fisher, "
-                "and so the width of the posterior, would be wrong"
+                "this step was due to take statistics, but no loss was computed by draw.nll(output, target): the "
+                "Fisher, and so the width of the posterior, would be wrong"
             )
         loss = None if pending.loss is None or closure is None else pending.loss / pending.calls
         try:

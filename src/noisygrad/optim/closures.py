@@ -36,7 +36,7 @@ def _evaluate_once(optimizer: NoisyOptimizer, closure: Closure) -> None:
         if isinstance(result, tuple):
             if capture is not None:
                 capture.watch_backward = False
-            draw.nll(*result).backward()  # type: ignore[no-untyped-call]
+            draw.nll(*result).backward()
             return
         if not isinstance(result, Tensor):
             raise TypeError(f"the closure must return (output, target), or a loss; it returned {type(result).__name__}")

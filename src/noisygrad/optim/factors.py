@@ -91,12 +91,10 @@ class Factors:
             kept = (1.0 - 1.0 / (count + 1.0)).clamp(max=decay)
             share = examples[block.name]
             if mask is None:
-                measured = sums[block.name].map(lambda tensor, share=share: tensor / share)  # type: ignore[misc]
+                measured = sums[block.name].map(lambda tensor, share=share: tensor / share)
             else:
                 kept = 1.0 - (1.0 - kept) * mask
-                measured = sums[block.name].map(
-                    lambda tensor, share=share: torch.where(mask > 0, tensor / share, 0.0)  # type: ignore[misc]
-                )
+                measured = sums[block.name].map(lambda tensor, share=share: torch.where(mask > 0, tensor / share, 0.0))
             self.statistics[block.name].update_(measured, kept)
 
     def refresh(self, dampings: Mapping[int, float]) -> None:
@@ -115,16 +113,13 @@ class Factors:
     def _factorise(self, block: Block, damping: float) -> BlockFactors:
         statistics, prior = self.statistics[block.name], self.priors[block.name]
         try:
-            stepper = statistics.factorise(prior, damping, self._mode_of(block)).without_terms()
+            stepper = statistics.factorise(prior, damping, self._mode).without_terms()
             if damping == 0.0 or not block.noise:
                 return BlockFactors(stepper if block.noise else None, stepper)
-            return BlockFactors(statistics.factorise(prior, 0.0, self._mode_of(block)).without_terms(), stepper)
+            return BlockFactors(statistics.factorise(prior, 0.0, self._mode).without_terms(), stepper)
         except FactorisationError as error:
             layers = ", ".join(unit.name for unit in block.units)
             raise FactorisationError(f"layer {layers}: {error}", error.condition) from error
-
-    def _mode_of(self, block: Block) -> DampingMode:
-        return self._mode
 
     def _store(self, block: Block, new: BlockFactors) -> None:
         old = self.cached.get(block.name)
