@@ -51,8 +51,10 @@ class MLP(nn.Module):
         make_activation = _activation(activation)
         layers: list[nn.Module] = []
         for fan_in, fan_out in _layer_sizes(inputs, hidden, outputs):
-            linear = nn.Linear(fan_in, fan_out)
-            if generator is not None:
+            if generator is None:
+                linear = nn.Linear(fan_in, fan_out)
+            else:  # without nn.Linear's own draws, which would be from torch's global generator
+                linear = nn.utils.skip_init(nn.Linear, fan_in, fan_out)
                 _reset_linear(linear.weight, linear.bias, generator)
             layers += [linear, make_activation()]
         self.layers = nn.Sequential(*layers[:-1])

@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from noisygrad.curvature.layers import Layer, Slot, Unit, observe_linear, register
+from noisygrad.curvature.passes import Pass
 
 PARTS = ("query", "key", "value")
 SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
-Recorder = Callable[[str, Tensor, Tensor], None]
-"""Called with the part's name, the input of its projection and the projection's output."""
+Recorder = Callable[[str, Tensor, Tensor], Tensor]
+"""Called with the part's name, the input of its projection and the projection's output, which it hands back."""
 
 
 def _attention_units(name: str, module: nn.MultiheadAttention, trainable: frozenset[str]) -> list[Unit]:
@@ -57,7 +58,13 @@ def _unit(name: str, outputs: int, inputs: int, slots: list[Slot], constant: boo
     return Unit(name, "matrix", outputs, inputs, tuple(slots), "MultiheadAttention", constant=constant)
 
 
-register(nn.MultiheadAttention)(Layer(_attention_units, observe_linear))
+def _observe_attention(unit: Unit, module: nn.MultiheadAttention, inputs: Tensor, gradient: Tensor, batch: int) -> Pass:
+    if not module.batch_first and inputs.dim() == 3:
+        inputs, gradient = inputs.transpose(0, 1), gradient.transpose(0, 1)
+    return observe_linear(unit, module, inputs, gradient, batch)
+
+
+register(nn.MultiheadAttention)(Layer(_attention_units, _observe_attention))
 
 
 def recorded_forward(module: nn.MultiheadAttention, record: Recorder) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -106,8 +113,7 @@ def recorded_forward(module: nn.MultiheadAttention, record: Recorder) -> Callabl
         if module.batch_first and batched:
             mixed = mixed.transpose(0, 1)
         output = F.linear(mixed, module.out_proj.weight, module.out_proj.bias)
-        record("out_proj", mixed, output)
-        return output, weights
+        return record("out_proj", mixed, output), weights
 
     return forward
 
@@ -117,8 +123,7 @@ def _project(module: nn.MultiheadAttention, index: int, x: Tensor, record: Recor
     rows = slice(index * width, (index + 1) * width)
     weight: Any = getattr(module, SEPARATE[index]) if module.in_proj_weight is None else module.in_proj_weight[rows]
     output = F.linear(x, weight, None if module.in_proj_bias is None else module.in_proj_bias[rows])
-    record(PARTS[index], x, output)
-    return output
+    return record(PARTS[index], x, output)
 
 
 def _as_float(mask: Tensor | None, like: Tensor) -> Tensor | None:

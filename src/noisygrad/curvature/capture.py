@@ -85,28 +85,32 @@ class Capture:
         records, self._records = self._records, []
         return records
 
-    def _hook(self, unit: Unit) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-            self._record(unit, module, args[0] if args else kwargs["input"], output)
+    def _hook(self, unit: Unit) -> Callable[..., Tensor]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+            return self._record(unit, module, args[0] if args else next(iter(kwargs.values())), output)
 
         return hook
 
-    def _part_recorder(self, module: nn.Module, units: Iterable[Unit]) -> Callable[[str, Tensor, Tensor], None]:
+    def _part_recorder(self, module: nn.Module, units: Iterable[Unit]) -> Callable[[str, Tensor, Tensor], Tensor]:
         by_part = {unit.name.rpartition(".")[-1]: unit for unit in units}
 
-        def record(part: str, inputs: Tensor, output: Tensor) -> None:
-            if part in by_part:
-                self._record(by_part[part], module, inputs, output)
+        def record(part: str, inputs: Tensor, output: Tensor) -> Tensor:
+            return self._record(by_part[part], module, inputs, output) if part in by_part else output
 
         return record
 
-    def _record(self, unit: Unit, module: nn.Module, inputs: Tensor, output: Tensor) -> None:
+    def _record(self, unit: Unit, module: nn.Module, inputs: Tensor, output: Tensor) -> Tensor:
+        """Keep what passed through; the output is handed back, for the network to go on with."""
         if not output.requires_grad:
-            return
+            return output
+        if output._is_view():
+            # Linear layers on sequences return a view; an in-place activation would cut *its* edge out of the graph.
+            output = output.clone()
         record = Record(unit, module, inputs.detach(), inputs._version, get_gradient_edge(output))
         self._records.append(record)
         if self.watch_backward:
             record.edge.node.register_prehook(self._keep(record))
+        return output
 
     def _keep(self, record: Record) -> Callable[..., None]:
         def keep(gradients: tuple[Tensor | None, ...]) -> None:

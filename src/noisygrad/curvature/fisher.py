@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from noisygrad.curvature.capture import Record
-from noisygrad.curvature.layers import Unit, find_layer
+from noisygrad.curvature.layers import Unit, find_layer, unbatched
 from noisygrad.curvature.passes import Pass, SummedPass
 from noisygrad.likelihoods import Likelihood
 
@@ -45,7 +45,8 @@ def fisher_passes(
     """
     lead = len(likelihood.replicas)
     batch = output.shape[lead]
-    signs = random_signs(output, lead, generators) if others else None
+    summed = bool(others) or any(unbatched(record.module, record.inputs, batch) for record in records)
+    signs = random_signs(output, lead, generators) if summed else None
     if kind == "exact":
         columns = likelihood.output_fisher_factor(output.detach())
         scale = len(columns) ** 0.5

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from noisygrad.curvature.passes import ElementwisePass, EmbeddingPass, MatrixPass, Pass
+from noisygrad.curvature.passes import ElementwisePass, EmbeddingPass, MatrixPass, Pass, SummedPass
 from noisygrad.networks import ReplicatedLinear
 
 Kind = Literal["matrix", "elementwise", "embedding", "other"]
@@ -60,18 +60,38 @@ class Unit:
         """How many weights it has (per replica)."""
         return self.groups * self.outputs * self.inputs
 
+    @property
+    def rows(self) -> int:
+        """Rows of the matrix, all groups together."""
+        return self.groups * self.outputs
+
+    def parts(self, segment: Tensor) -> list[Tensor]:
+        """Each slot's columns as a contiguous `[..., rows, width]` view into a flat `[..., size]` segment.
+
+        A segment holds slot after slot, so that every parameter is one piece of memory.
+        """
+        sizes = [self.rows * (slot.stop - slot.start) for slot in self.slots]
+        return [part.unflatten(-1, (self.rows, -1)) for part in segment.split(sizes, dim=-1)]
+
+    def matrix(self, segment: Tensor) -> Tensor:
+        """A flat segment as the unit's matrices, `[..., groups · outputs · inputs]` row by row."""
+        parts = self.parts(segment)
+        return segment if len(parts) == 1 else torch.cat(parts, dim=-1).flatten(start_dim=-2)
+
+    def write_matrix_(self, segment: Tensor, values: Tensor) -> None:
+        """The inverse of `matrix`: put `[..., groups · outputs · inputs]`, row by row, into a flat segment."""
+        matrix = values.unflatten(-1, (self.rows, self.inputs))
+        for slot, part in zip(self.slots, self.parts(segment), strict=True):
+            part.copy_(matrix[..., slot.start : slot.stop])
+
     def views(self, segment: Tensor, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[Slot, Tensor]]:
         """Each slot with its view into a flat `[..., size]` segment, shaped like the parameter it holds."""
-        matrix = segment.unflatten(-1, (self.groups * self.outputs, self.inputs))
-        for slot in self.slots:
+        sizes = [self.rows * (slot.stop - slot.start) for slot in self.slots]
+        for slot, part in zip(self.slots, segment.split(sizes, dim=-1), strict=True):
             shape = shapes[slot.parameter][len(self.replicas) :]
             if slot.rows is not None:
                 shape = torch.Size((slot.rows[1] - slot.rows[0], *shape[1:]))
-            columns = matrix[..., slot.start : slot.stop]
-            if math.prod(shape) == columns.shape[-2] and slot.stop - slot.start == 1:
-                yield slot, columns[..., 0].unflatten(-1, shape) if len(shape) != 1 else columns[..., 0]
-            else:
-                yield slot, columns.unflatten(-1, shape[1:]) if len(shape) != 2 else columns
+            yield slot, part.unflatten(-1, shape) if shape else part[..., 0]
 
 
 @dataclass(frozen=True)
@@ -204,7 +224,7 @@ def patches(module: Any, inputs: Tensor) -> Tensor:
     if any(padding):
         mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
         inputs = F.pad(inputs, padding, mode=mode)
-    if len(kernel) == 2 and inputs.is_floating_point():
+    if len(kernel) == 2 and inputs.device.type == "cpu":  # on a GPU it would be one launch for each image
         return F.unfold(inputs, kernel, dilation=dilation, stride=stride).mT
     for axis, (size, step, gap) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
         inputs = inputs.unfold(axis, gap * (size - 1) + 1, step)[..., ::gap]
@@ -229,8 +249,16 @@ def _embedding_units(name: str, module: nn.Embedding, trainable: frozenset[str])
 def _observe_embedding(unit: Unit, module: nn.Embedding, inputs: Tensor, gradient: Tensor, batch: int) -> Pass:
     if module.padding_idx is not None:
         gradient = gradient.masked_fill((inputs == module.padding_idx).unsqueeze(-1), 0.0)
+    if unbatched(module, inputs, batch):
+        whole = EmbeddingPass(inputs.unsqueeze(0), gradient.unsqueeze(0), unit.outputs)
+        return SummedPass(whole.rows().squeeze(0), batch)
     indices = arrange(inputs.unsqueeze(-1), batch, unit).squeeze(-1)
     return EmbeddingPass(indices, arrange(gradient, batch, unit), unit.outputs)
+
+
+def unbatched(module: nn.Module, inputs: Tensor, batch: int) -> bool:
+    """Whether this is a table of positions, looked up once for all examples, whose gradients come summed over them."""
+    return isinstance(module, nn.Embedding) and inputs.dim() == 1 and inputs.shape[0] != batch
 
 
 register(nn.Embedding)(Layer(_embedding_units, _observe_embedding))
@@ -268,6 +296,10 @@ def _observe_features_last(unit: Unit, module: Any, inputs: Tensor, gradient: Te
 def _observe_channels_first(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, batch: int) -> Pass:
     if isinstance(module, nn.GroupNorm):
         normalised = F.group_norm(inputs, module.num_groups, None, None, module.eps)
+    elif isinstance(module, nn.modules.instancenorm._InstanceNorm):
+        own = module.training or not module.track_running_stats
+        running, variance = (None, None) if own else (module.running_mean, module.running_var)
+        normalised = F.instance_norm(inputs, running, variance, None, None, own, 0.0, module.eps)
     else:
         running = None if module.training else module.running_mean
         variance = None if module.training else module.running_var
@@ -279,6 +311,7 @@ def _observe_channels_first(unit: Unit, module: Any, inputs: Tensor, gradient: T
 
 register(nn.LayerNorm, nn.RMSNorm)(Layer(_norm_units, _observe_features_last))
 register(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm)(Layer(_norm_units, _observe_channels_first))
+register(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)(Layer(_norm_units, _observe_channels_first))
 
 
 def find_units(model: nn.Module) -> tuple[list[Unit], dict[nn.Module, list[Unit]]]:
@@ -299,7 +332,7 @@ def find_units(model: nn.Module) -> tuple[list[Unit], dict[nn.Module, list[Unit]
     for module_name, module in model.named_modules():
         layer = None if inside is not None and module_name.startswith(inside) else find_layer(module)
         if layer is not None:
-            inside = f"{module_name}."
+            inside = f"{module_name}." if module_name else ""
             own_parameters = dict(module.named_parameters())
             trainable = {
                 own: parameter
@@ -309,8 +342,7 @@ def find_units(model: nn.Module) -> tuple[list[Unit], dict[nn.Module, list[Unit]
             layers[module] = layer.units(module_name, module, frozenset(trainable))
             units += layers[module]
             held = {slot.parameter for unit in layers[module] for slot in unit.slots}
-            prefix = inside if module_name else ""
-            covered |= {id(parameter) for own, parameter in trainable.items() if prefix + own in held}
+            covered |= {id(parameter) for own, parameter in trainable.items() if inside + own in held}
         for parameter in module.parameters(recurse=False):
             if parameter.requires_grad and id(parameter) not in covered:
                 covered.add(id(parameter))
@@ -326,5 +358,6 @@ def _other_unit(owners: list[str], parameter: Tensor, module: nn.Module) -> Unit
         note = f"no structure known for this parameter of {layer}"
     else:
         note = f"no structure known for {layer}"
-    slot = Slot(owners[0], 0, 1)
+    scale = isinstance(module, nn.modules.batchnorm._NormBase) and owners[0].endswith("weight")  # SyncBatchNorm
+    slot = Slot(owners[0], 0, 1, centre=float(scale))
     return Unit(owners[0], "other", parameter.numel(), 1, (slot,), layer, note=note)

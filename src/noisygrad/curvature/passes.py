@@ -51,36 +51,34 @@ class MatrixPass(Pass):
     grouped: bool = False
 
     def rows(self) -> Tensor:
-        rows = self._matrices(self.activations, self.gradients)
-        return rows.movedim(-4, -3).flatten(start_dim=-3) if self.grouped else rows.flatten(start_dim=-2)
+        weight, bias = self._per_example(self.activations, self.gradients)
+        if self.grouped:
+            weight, bias = weight.movedim(-4, -3), bias.movedim(-3, -2)
+        return self._flat(weight, bias)
 
-    def _matrices(self, activations: Tensor, gradients: Tensor) -> Tensor:
-        """Per-example gradient matrices `[..., B, out, in]`."""
-        weight = gradients.mT @ activations
-        if not self.constant:
-            return weight
-        return torch.cat([weight, gradients.sum(dim=-2).unsqueeze(-1)], dim=-1)
+    def _flat(self, weight: Tensor, bias: Tensor) -> Tensor:
+        """All of W, then all of b, of every group."""
+        weight = weight.flatten(start_dim=-3 if self.grouped else -2)
+        bias = bias.flatten(start_dim=-2) if self.grouped else bias
+        return torch.cat([weight, bias], dim=-1) if self.constant else weight
+
+    def _per_example(self, activations: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """Per-example gradients of W, `[..., B, out, in]`, and of b, `[..., B, out]`."""
+        return gradients.mT @ activations, gradients.sum(dim=-2)
 
     def squares(self) -> Tensor:
         batch, positions = self.activations.shape[-3:-1]
         if positions == 1:
             # (g aᵀ)² = g² (a²)ᵀ: no per-example matrix is needed.
             inputs, outputs = self.activations.squeeze(-2).square(), self.gradients.squeeze(-2).square()
-            total = outputs.mT @ inputs
-            if self.constant:
-                total = torch.cat([total, outputs.sum(dim=-2).unsqueeze(-1)], dim=-1)
-        else:
-            per_example = self.activations[..., :1, :1, :].numel() * self.gradients.shape[-1]
-            size = max(1, CHUNK // max(1, per_example))
-            total = torch.stack(
-                [
-                    self._matrices(a, g).square().sum(dim=-3)
-                    for a, g in zip(
-                        self.activations.split(size, dim=-3), self.gradients.split(size, dim=-3), strict=True
-                    )
-                ]
-            ).sum(dim=0)
-        return (total / batch).flatten(start_dim=-3 if self.grouped else -2)
+            return self._flat(outputs.mT @ inputs, outputs.sum(dim=-2)) / batch
+        per_example = self.activations[..., :1, :1, :].numel() * self.gradients.shape[-1]
+        size = max(1, CHUNK // max(1, per_example))
+        weight, bias = (torch.zeros((), device=self.gradients.device) for _ in range(2))
+        for a, g in zip(self.activations.split(size, dim=-3), self.gradients.split(size, dim=-3), strict=True):
+            w, b = self._per_example(a, g)
+            weight, bias = weight + w.square().sum(dim=-3), bias + b.square().sum(dim=-2)
+        return self._flat(weight, bias) / batch
 
     @classmethod
     def joined(cls, passes: Sequence[Self]) -> Self:
@@ -108,7 +106,7 @@ class ElementwisePass(Pass):
             columns.append((self.gradients * self.normalised).sum(dim=-2))
         if self.shift:
             columns.append(self.gradients.sum(dim=-2))
-        return torch.stack(columns, dim=-1).flatten(start_dim=-2)
+        return torch.cat(columns, dim=-1)
 
     @classmethod
     def joined(cls, passes: Sequence[Self]) -> Self:
@@ -171,7 +169,10 @@ class SummedPass(Pass):
     batch: int
 
     def rows(self) -> Tensor:
-        raise TypeError("a parameter without a layer has no per-example gradients")
+        raise TypeError(
+            "a full covariance needs per-example gradients, and a table that is looked up once for all examples has "
+            "none: look positions up for each example (expand the indices to [batch, positions]), or freeze the table"
+        )
 
     def squares(self) -> Tensor:
         return self.gradient.square() / self.batch

@@ -31,6 +31,10 @@ class Categorical(Likelihood):
             return "Use target.squeeze(-1)."
         return "Labels are indices, not one-hot, and classes are the output's last dimension (permute the output)."
 
+    def harmless(self, output: Tensor, target: Tensor) -> Tensor:
+        """Labels clamped to the classes there are: a GPU's own check would end the process."""
+        return target.clamp(0, output.shape[-1] - 1)
+
     def invalid(self, output: Tensor, target: Tensor) -> Tensor:
         """Whether any label is outside 0..classes-1."""
         return ((target < 0) | (target >= output.shape[-1])).any()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, ClassVar, overload
 
 import torch
@@ -24,16 +24,15 @@ from noisygrad.optim.closures import Closure, evaluate
 from noisygrad.optim.draws import Draw, Pending
 from noisygrad.optim.factors import Factors
 from noisygrad.optim.finite import FiniteGuard
+from noisygrad.optim.generators import make_generators, undone_on_failure
 from noisygrad.optim.mean import MeanStep
-from noisygrad.optim.options import FisherPass, MomentumMode, Options, Schedule, fraction, positive
+from noisygrad.optim.options import FisherPass, MomentumMode, Options, Schedule, checked_group
 from noisygrad.optim.state import load_state, save_state
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import Coverage, Family, build_structure
 from noisygrad.posterior.weights import FlatWeights
 from noisygrad.priors import FittedPrior, PriorVariance, check_prior_variance
-
-GROUP_OPTIONS = ("lr", "momentum", "damping", "noise")
 
 
 class NoisyOptimizer(torch.optim.Optimizer):
@@ -88,7 +87,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
             )
         defaults = {"lr": lr, "momentum": momentum, "damping": damping, "noise": noise}
         patterns = [("*", {}), *((groups or {}).items())]
-        settings = [_checked_group(pattern, {**defaults, **own}) for pattern, own in patterns]
+        settings = [checked_group(pattern, {**defaults, **own}) for pattern, own in patterns]
         self.ranks = Ranks(model)
         self.model, self._compiled = unwrapped(model)
 
@@ -121,8 +120,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self.mean.read_parameters_()
         self._sample, self._gradient = self._zeros(), self._zeros()
         self._noise = torch.zeros_like(self.mean.flat)
-        self.mean_step = MeanStep(momentum_mode, self.mean.flat)
-        self._pending = Pending(torch.zeros_like(self.mean.flat))
+        self.mean_step = MeanStep(momentum_mode, self.mean.flat, len(used))
+        self._pending = Pending()
         self._scale = (kl_weight / num_data) ** 0.5
         self.priors = BlockPriors.build(self.structure, prior_variance, prior, self.dtype, self.device)
         self.factors = Factors(
@@ -137,9 +136,10 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self._layers = self.structure.layers
         self.guard = FiniteGuard(self.structure, self.device)
         self._steps = 0
-        self._in_draw = False
+        self._in_draw = self._in_closure = False
         self._same_draw = same_draw_on_all_ranks
-        self.generators = self._make_generators(seed)
+        count = max(1, torch.Size(self.structure.replicas).numel())
+        self.generators = make_generators(seed, count, self.device, self.ranks, same_draw=same_draw_on_all_ranks)
 
     # ---------------------------------------------------------------- what a user calls
 
@@ -150,7 +150,9 @@ class NoisyOptimizer(torch.optim.Optimizer):
         `draw.nll(model(x), y).backward()` inside; `optimizer.step()` outside. Several contexts before a step are
         several weight samples.
         """
-        with self._drawn(self.options.fisher_pass == "same") as (draw, _):
+        if self.options.fisher_pass == "fresh":
+            raise RuntimeError('fisher_pass="fresh" runs the model by itself: use step(closure) instead of sampled()')
+        with self._drawn(True) as (draw, _):
             yield draw
 
     @overload  # type: ignore[override]
@@ -168,9 +170,15 @@ class NoisyOptimizer(torch.optim.Optimizer):
         Gradients are consumed: no `zero_grad` is needed. Raises `NonFiniteError` and changes nothing if the loss was
         not finite (on a GPU: masks the step, and raises at the next refresh of the factors).
         """
+        if self._in_draw:
+            raise RuntimeError("step() inside sampled(): leave the context first, which ends the draw")
         if closure is not None:
-            self.zero_grad()
-            evaluate(self, closure)
+            self._consume()
+            self._in_closure = True
+            try:
+                evaluate(self, closure)
+            finally:
+                self._in_closure = False
         pending = self._pending
         if pending.draws == 0:
             raise RuntimeError("step() has nothing to work with: no sampled() context was entered since the last step")
@@ -182,15 +190,29 @@ class NoisyOptimizer(torch.optim.Optimizer):
         loss = None if pending.loss is None or closure is None else pending.loss / pending.calls
         try:
             self._apply(self._steps + 1)
+        except BaseException:
+            for name in ("grad_scale", "found_inf"):  # a GradScaler's, which takes them away after a success only
+                vars(self).pop(name, None)
+            raise
         finally:
-            self.zero_grad()
+            self._consume()
         self._steps += 1
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients and everything pending from draws since the last step."""
-        super().zero_grad(set_to_none)
-        self._pending.clear()
+        """Drop gradients and everything pending from draws since the last step.
+
+        Inside a closure it does nothing: `step` has done it before, and there may be several draws.
+        """
+        if not self._in_closure:
+            super().zero_grad(set_to_none)
+            self._pending = Pending()
+
+    def _consume(self) -> None:
+        """`zero_grad` without its profiling: it runs in every step."""
+        for parameter in self.structure.parameters.values():
+            parameter.grad = None
+        self._pending = Pending()
 
     def posterior(self) -> Posterior:
         """A snapshot of the posterior: mean, covariance, prior, the noise of the likelihood. Later steps leave it."""
@@ -235,29 +257,29 @@ class NoisyOptimizer(torch.optim.Optimizer):
         due = with_statistics and self.options.stats_due(self._steps + 1)
         capture = Capture(self._layers, compiled=self._compiled) if due else None
         draw = Draw(lambda output, target: self._measure(capture, output, target))
-        self._in_draw, failed = True, True
-        try:
-            with torch.no_grad():
+        with undone_on_failure(self.generators, self._consume):
+            self._in_draw = True
+            try:
                 self._draw_weights()
-            with capture or nullcontext():
-                yield draw, capture
-            failed = False
-        finally:
-            self._in_draw = False
-            if self.factors.noisy:
-                with torch.no_grad():
+                if capture is None:
+                    yield draw, None
+                else:
+                    with capture:
+                        yield draw, capture
+            finally:
+                self._in_draw = False
+                draw.close()
+                if self.factors.noisy:
                     self.mean.write_parameters_()
-            if failed:
-                self.zero_grad()
-            draw.close(failed=failed)
-        self._pending.draws += 1
-        self._pending.weights.add_(self._sample.flat if self.factors.noisy else self.mean.flat)
+            draw.check_differentiated()
+        self._pending.add_draw(self._sample.flat if self.factors.noisy else self.mean.flat)
         self._pending.expected_statistics |= due
 
     def _draw_weights(self) -> None:
         """W = M + sqrt(λ/N) P^(−1/2) ε, into the parameters."""
         if not self.factors.noisy:
             return
+        self._pending.settle()
         rows = self._noise.view(len(self.generators), -1)
         for row, generator in zip(rows, self.generators, strict=True):
             row.normal_(generator=generator)
@@ -267,6 +289,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
 
     def _read_mean(self) -> None:
         """The parameters are the mean; the digits that narrow parameters cannot hold are kept as long as they agree."""
+        if self._in_draw:
+            return  # the parameters are a sample now, and the mean was read before
         if not self._narrow:
             self.mean.read_parameters_()
             return
@@ -280,14 +304,18 @@ class NoisyOptimizer(torch.optim.Optimizer):
         likelihood.check(output, target)
         if not torch.is_grad_enabled():
             return likelihood.nll(output, target)
-        with torch.autocast(self.device.type, enabled=False):
-            output = output if output.dtype in {torch.float32, torch.float64} else output.float()
-            batch = output.shape[len(likelihood.replicas)]
-            if capture is not None:
-                self._take_statistics(capture, output, target)
-            loss = likelihood.nll(output, target)
-            self._pending.add_loss(loss)
-            self._pending.add_noise(likelihood.observe(output.detach(), target), batch)
+        if torch.is_autocast_enabled(self.device.type):
+            with torch.autocast(self.device.type, enabled=False):
+                return self._measure(capture, output, target)
+        output = output if output.dtype in {torch.float32, torch.float64} else output.float()
+        if self.device.type != "cpu":
+            self.guard.note_targets(likelihood.invalid(output, target))
+            target = likelihood.harmless(output, target)
+        if capture is not None:
+            self._take_statistics(capture, output, target)
+        loss = likelihood.nll(output, target)
+        self._pending.add_loss(loss)
+        self._pending.add_noise(likelihood.observe(output.detach(), target), output.shape[len(likelihood.replicas)])
         return loss
 
     def _take_statistics(self, capture: Capture, output: Tensor, target: Tensor) -> None:
@@ -312,22 +340,19 @@ class NoisyOptimizer(torch.optim.Optimizer):
     def _apply(self, step: int) -> None:
         """One step of Algorithm 1 or 2: Fisher, factors, mean, observation noise."""
         pending, options = self._pending, self.options
+        decay, clip = options.decay_at(step), options.clip_at(step)
+        pending.sum_over(self.ranks, self.factors.statistics)
         gradient = self._mean_gradient()
-        sums = [tensor for s in pending.statistics.values() for tensor in s.tensors().values()]
-        self.ranks.sum_(sums if pending.noise is None else [*sums, pending.noise])
         mask = self.guard.watch(gradient, pending.statistics, getattr(self, "found_inf", None))
         if pending.statistics:
-            shares = {name: examples * self.ranks.size for name, examples in pending.examples.items()}
-            self.factors.update(pending.statistics, shares, options.decay_at(step), mask)
+            self.factors.update(pending.statistics, pending.examples, decay, mask)
         if options.factors_due(step):
             self.guard.check()
             self.factors.refresh(self._dampings())
-        self.mean_step.move_(
-            self.mean.flat, gradient, self.factors.solve, self._groups_with_parts(), options.clip_at(step), mask
-        )
+        self.mean_step.move_(self.mean.flat, gradient, self.factors.solve, self._groups_with_parts(), clip, mask)
         self.mean.write_parameters_()
         if pending.noise is not None:
-            self._update_noise(pending.noise / (pending.noise_examples * self.ranks.size), mask)
+            self._update_noise(pending.noise / pending.noise_examples, mask)
 
     def _mean_gradient(self) -> Tensor:
         """∇ of the mean loss plus Γ (w − m₀), at the sampled weights, averaged over draws."""
@@ -339,9 +364,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
             gradient.div_(scale)
         if (count := pending.calls or pending.draws) > 1:
             gradient.div_(count)
-        self.ranks.sum_([pending.weights])
-        weights = pending.weights.div_(pending.draws * self.ranks.size)
-        return self.factors.add_prior_gradient_(gradient, weights.sub_(self.priors.mean))
+        return self.factors.add_prior_gradient_(gradient, pending.mean_weights() - self.priors.mean)
 
     def _update_noise(self, statistic: Tensor, mask: Tensor | None) -> None:
         likelihood = self.likelihood
@@ -361,31 +384,3 @@ class NoisyOptimizer(torch.optim.Optimizer):
 
     def _zeros(self) -> FlatWeights:
         return FlatWeights.zeros(self.structure, self.dtype, self.device)
-
-    def _make_generators(self, seed: int | Sequence[int] | None) -> list[torch.Generator]:
-        """One generator per replica; without a seed they follow `torch.manual_seed`."""
-        count = max(1, torch.Size(self.structure.replicas).numel())
-        if seed is None:
-            seed = int(torch.randint(2**62, ()).item())
-        seeds = [seed + index for index in range(count)] if isinstance(seed, int) else list(seed)
-        if len(seeds) != count:
-            raise ValueError(f"expected {count} seeds, one per replica; got {len(seeds)}")
-        seeds = [self.ranks.same_for_all(value) for value in seeds]
-        offset = 0 if self._same_draw else self.ranks.rank * 1_000_003
-        return [torch.Generator(self.device).manual_seed((value + offset) % 2**63) for value in seeds]
-
-
-def _checked_group(pattern: str, settings: dict[str, Any]) -> dict[str, Any]:
-    unknown = set(settings) - set(GROUP_OPTIONS)
-    if unknown:
-        raise ValueError(
-            f"group {pattern!r}: unknown options {sorted(unknown)}; possible are {', '.join(GROUP_OPTIONS)}"
-        )
-    if not isinstance(settings["lr"], Tensor):
-        positive("lr", settings["lr"])
-    fraction("momentum", settings["momentum"])
-    if not isinstance(settings["damping"], int | float) or not 0 <= settings["damping"] < float("inf"):
-        raise ValueError(f"damping must be at least 0, got {settings['damping']!r}")
-    if not isinstance(settings["noise"], bool):
-        raise ValueError(f"noise must be True or False, got {settings['noise']!r}")
-    return settings

@@ -29,14 +29,14 @@ def evaluate(optimizer: NoisyOptimizer, closure: Closure) -> None:
 
 
 def _evaluate_once(optimizer: NoisyOptimizer, closure: Closure) -> None:
-    with optimizer._drawn(optimizer.options.fisher_pass == "same") as (draw, capture):
+    with optimizer._drawn(optimizer.options.fisher_pass == "same") as (_, capture):
         if capture is not None:
             capture.watch_backward = True
-        result = closure()
+        result = _run(optimizer, closure)
         if isinstance(result, tuple):
             if capture is not None:
                 capture.watch_backward = False
-            draw.nll(*result).backward()
+            optimizer._measure(capture, *result).backward()
             return
         if not isinstance(result, Tensor):
             raise TypeError(f"the closure must return (output, target), or a loss; it returned {type(result).__name__}")
@@ -45,6 +45,8 @@ def _evaluate_once(optimizer: NoisyOptimizer, closure: Closure) -> None:
             "approximation. Return (model(x), y) for the true Fisher",
             stacklevel=6,
         )
+        if all(gradient is None for gradient in _gradients(optimizer)):
+            raise RuntimeError("the closure returned a loss without having called backward() on it")
         optimizer._pending.add_loss(result)
         if capture is not None:
             records = capture.take()
@@ -53,16 +55,29 @@ def _evaluate_once(optimizer: NoisyOptimizer, closure: Closure) -> None:
             optimizer._pending.add_statistics(optimizer.structure.blocks, passes, batch)
 
 
+def _run(optimizer: NoisyOptimizer, closure: Closure) -> tuple[Tensor, Tensor] | Tensor:
+    earlier = _gradients(optimizer) if optimizer._pending.draws else []
+    result = closure()
+    if any(old is not None and new is not old for old, new in zip(earlier, _gradients(optimizer), strict=False)):
+        raise RuntimeError("the closure dropped the gradients of an earlier draw: take zero_grad out of it")
+    return result
+
+
+def _gradients(optimizer: NoisyOptimizer) -> list[Tensor | None]:
+    return [parameter.grad for parameter in optimizer.structure.parameters.values()]
+
+
 def _evaluate_afresh(optimizer: NoisyOptimizer, closure: Closure) -> None:
     """Statistics from a forward pass of their own: new weights, BatchNorm in evaluation mode."""
     norms = [m for m in optimizer.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
     pending = optimizer._pending
-    draws, weights = pending.draws, pending.weights.clone()
+    pending.settle()
+    draws, weights = pending.draws, pending.weights
     with optimizer._drawn(True) as (_, capture):
         for norm in norms:
             norm.eval()
         try:
-            result = closure()
+            result = _run(optimizer, closure)
         finally:
             for norm in norms:
                 norm.train()
@@ -72,5 +87,4 @@ def _evaluate_afresh(optimizer: NoisyOptimizer, closure: Closure) -> None:
         optimizer.likelihood.check(*result)
         optimizer._take_statistics(capture, *result)
     # That draw has no gradient: the step must not count it.
-    pending.draws = draws
-    pending.weights.copy_(weights)
+    pending.draws, pending.weights = draws, weights

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from noisygrad.curvature.passes import Pass
+from noisygrad.distributed import Ranks
 from noisygrad.families.base import Statistics
 from noisygrad.posterior.structure import Block
 
@@ -17,7 +18,7 @@ from noisygrad.posterior.structure import Block
 class Pending:
     """Sums over the draws since the last step; divided only when the step is made."""
 
-    weights: Tensor
+    weights: Tensor | None = None
     """Σ over draws of the sampled weights, a flat vector."""
     draws: int = 0
     calls: int = 0
@@ -25,21 +26,46 @@ class Pending:
     loss: Tensor | None = None
     statistics: dict[str, Statistics] = field(default_factory=dict)
     """Σ over passes of batch size × moments, by block."""
-    examples: dict[str, float] = field(default_factory=dict)
+    examples: dict[str, float | Tensor] = field(default_factory=dict)
+    """How many examples each of them sums over: a tensor once summed over ranks."""
     noise: Tensor | None = None
     """Σ over losses of batch size × the likelihood's own statistic."""
-    noise_examples: float = 0.0
+    noise_examples: float | Tensor = 0.0
     expected_statistics: bool = False
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self.weights.zero_()
-        self.draws = self.calls = 0
-        self.loss = self.noise = None
-        self.noise_examples = 0.0
-        self.statistics.clear()
-        self.examples.clear()
-        self.expected_statistics = False
+    def add_draw(self, weights: Tensor) -> None:
+        """Count one draw of the weights. The first is kept by reference: `settle` before its buffer is used again."""
+        self.draws += 1
+        self.weights = weights if self.weights is None else self.weights + weights
+
+    def settle(self) -> None:
+        """Own the sum, since the buffer of the last draw is about to be overwritten."""
+        if self.draws == 1 and self.weights is not None:
+            self.weights = self.weights.clone()
+
+    def mean_weights(self) -> Tensor:
+        """The mean of the sampled weights over draws (and over ranks, once summed over them)."""
+        assert self.weights is not None
+        return self.weights if self.draws == 1 else self.weights / self.draws
+
+    def sum_over(self, ranks: Ranks, statistics: Mapping[str, Statistics]) -> None:
+        """Add up what all ranks have; batches may differ in size, and layers unused on one rank may be used on others.
+
+        `statistics` are those of the optimiser: every rank must send tensors for the same blocks in the same order.
+        """
+        if not ranks.active:
+            return
+        assert self.weights is not None
+        self.weights = self.weights.clone()
+        if self.expected_statistics:
+            self.statistics = {n: self.statistics.get(n, s.map(torch.zeros_like)) for n, s in statistics.items()}
+            self.examples = {n: self.weights.new_tensor(self.examples.get(n, 0.0)) for n in statistics}
+        self.noise_examples = self.weights.new_tensor(self.noise_examples)
+        sums = [tensor for s in self.statistics.values() for tensor in s.tensors().values()]
+        sums += [count for count in self.examples.values() if isinstance(count, Tensor)]
+        noise = [] if self.noise is None else [self.noise]
+        ranks.sum_([self.weights, *sums, self.noise_examples, *noise])
+        self.weights /= ranks.size
 
     @torch.no_grad()
     def add_statistics(self, blocks: Sequence[Block], passes: Mapping[str, Pass], weight: float) -> None:
@@ -97,10 +123,13 @@ class Draw:
             loss.register_hook(lambda gradient: self._waiting.pop(key, None) and None)
         return loss
 
-    def close(self, *, failed: bool) -> None:
-        """End the draw; raises if a loss was never differentiated, unless something else went wrong already."""
+    def close(self) -> None:
+        """End the draw."""
         self._open = False
-        if self._waiting and not failed:
+
+    def check_differentiated(self) -> None:
+        """Raise if a loss was never differentiated."""
+        if self._waiting:
             raise RuntimeError(
                 "leaving sampled() with a loss that was not differentiated: its graph belongs to weights that are now "
                 "replaced by the mean. Call backward() inside the context (or compute it under torch.no_grad())"

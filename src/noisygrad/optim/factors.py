@@ -53,48 +53,57 @@ class Factors:
 
     def _diagonal_prior(self) -> Tensor | None:
         """All of Γ as one flat vector, where no block's prior is more than a diagonal."""
-        parts = []
+        total = None
         for block in self.blocks:
             prior = self.priors[block.name]
             if not isinstance(prior, diagonal.Prior) and not getattr(prior, "diagonal", False):
                 return None
-            size = block.size // block.grouped
-            ones = torch.ones(*block.batch, size, dtype=self.updates.dtype, device=self._device)
-            values = prior.times(ones)
-            parts.append(values.flatten(-2) if block.grouped > 1 else values)
-        return torch.cat(parts, dim=-1)
+            ones = torch.ones(*block.batch, block.size // block.grouped, dtype=self.updates.dtype, device=self._device)
+            if total is None:
+                size = sum(one.size for one in self.blocks)
+                total = ones.new_zeros(*block.units[0].replicas, size)
+            block.write_(total, prior.times(ones))
+        return total
 
     def add_prior_gradient_(self, gradient: Tensor, difference: Tensor) -> Tensor:
         """gradient + Γ (w − m₀), in place."""
         if self._diagonal is not None:
             return gradient.addcmul_(self._diagonal, difference)
         for block in self.blocks:
-            block.vector(gradient).add_(self.priors[block.name].times(block.vector(difference)))
+            pull = torch.zeros_like(gradient)
+            block.write_(pull, self.priors[block.name].times(block.vector(difference)))
+            gradient.add_(pull)
         return gradient
 
     def update(
         self,
         sums: Mapping[str, Statistics],
-        examples: Mapping[str, float],
+        examples: Mapping[str, float | Tensor],
         decay: float,
         mask: Tensor | None,
     ) -> None:
         """F̄ ← decay_k F̄ + (1 − decay_k) · mean of the new statistics, decay_k = min(1 − 1/(k+1), decay).
 
-        k counts the updates of a block. A mask of 0 leaves everything as it was.
+        k counts the updates of a block. A mask of 0 leaves everything as it was, and so does a tensor of 0 examples:
+        a layer that no rank has used.
         """
         for index, block in enumerate(self.blocks):
             if block.name not in sums:
                 continue
-            count = self.updates[index]
-            count += 1.0 if mask is None else mask
-            kept = (1.0 - 1.0 / (count + 1.0)).clamp(max=decay)
             share = examples[block.name]
-            if mask is None:
+            use = mask
+            if isinstance(share, Tensor):
+                use = (share > 0).to(share.dtype) if mask is None else mask * (share > 0)
+            count = self.updates[index]
+            count += 1.0 if use is None else use
+            kept = (1.0 - 1.0 / (count + 1.0)).clamp(max=decay)
+            if use is None:
                 measured = sums[block.name].map(lambda tensor, share=share: tensor / share)
             else:
-                kept = 1.0 - (1.0 - kept) * mask
-                measured = sums[block.name].map(lambda tensor, share=share: torch.where(mask > 0, tensor / share, 0.0))
+                kept = 1.0 - (1.0 - kept) * use
+                measured = sums[block.name].map(
+                    lambda tensor, share=share, use=use: torch.where(use > 0, tensor / share, 0.0)
+                )
             self.statistics[block.name].update_(measured, kept)
 
     def refresh(self, dampings: Mapping[int, float]) -> None:
@@ -139,31 +148,21 @@ class Factors:
         return found
 
     def sample(self, noise: Tensor) -> Tensor:
-        """P^(−1/2) ε of every block; 0 where there is no noise."""
-        if len(self.blocks) == 1:
-            (block,) = self.blocks
-            sampler = self.cached[block.name].sampler
-            assert sampler is not None
-            result = sampler.sample(block.vector(noise))
-            return result.flatten(-2) if block.grouped > 1 else result
+        """P^(−1/2) ε of every block; 0 where there is no noise. Noise has no order, so it is taken as it lies."""
         spread = torch.empty_like(noise)
         for block in self.blocks:
             sampler = self.cached[block.name].sampler
             if sampler is None:
-                block.vector(spread).zero_()
+                block.segment(spread).zero_()
             else:
-                block.vector(spread).copy_(sampler.sample(block.vector(noise)))
+                block.write_(spread, sampler.sample(block.batched(block.segment(noise))))
         return spread
 
     def solve(self, gradient: Tensor) -> Tensor:
         """P⁻¹ g of every block, with the damping of the step."""
-        if len(self.blocks) == 1:
-            (block,) = self.blocks
-            result = self.cached[block.name].stepper.solve(block.vector(gradient))
-            return result.flatten(-2) if block.grouped > 1 else result
         solved = torch.empty_like(gradient)
         for block in self.blocks:
-            block.vector(solved).copy_(self.cached[block.name].stepper.solve(block.vector(gradient)))
+            block.write_(solved, self.cached[block.name].stepper.solve(block.vector(gradient)))
         return solved
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -21,7 +22,12 @@ class FiniteGuard:
     def __init__(self, structure: Structure, device: torch.device) -> None:
         self._structure = structure
         self._device = device
-        self._bad = torch.zeros(len(structure.blocks) + 1, dtype=torch.bool, device=device)
+        # The gradient, each block's statistics, the targets.
+        self._bad = torch.zeros(len(structure.blocks) + 2, dtype=torch.bool, device=device)
+
+    def note_targets(self, invalid: Tensor) -> None:
+        """Remember a batch with impossible targets, found on the device; the step is masked and `check` raises."""
+        self._bad[-1] |= invalid
 
     def watch(self, gradient: Tensor, statistics: Mapping[str, Statistics], found_inf: Tensor | None) -> Tensor | None:
         """None for a step that may go on (CPU), or 1.0 / 0.0 to mask it with (GPU, and under a GradScaler).
@@ -30,6 +36,8 @@ class FiniteGuard:
         where the step is masked.
         """
         sums = [gradient.sum()]
+        if not statistics and found_inf is None and self._device.type == "cpu" and math.isfinite(sums[0].item()):
+            return None
         if statistics:
             zero = torch.zeros_like(sums[0])
             for block in self._structure.blocks:
@@ -46,7 +54,7 @@ class FiniteGuard:
         self._bad[: len(bad)] |= bad & ~skip
         if self._device.type == "cpu":
             self.check()
-        fine = ~(bad.any() | skip)
+        fine = ~(bad.any() | skip | self._bad[-1])
         gradient.copy_(torch.where(fine, gradient, 0.0))
         return fine.to(gradient.dtype)
 
@@ -60,6 +68,11 @@ class FiniteGuard:
             self._raise(bad)
 
     def _raise(self, bad: Tensor) -> None:
+        if bool(bad[-1]) and len(bad) == len(self._bad):
+            raise NonFiniteError(
+                "a batch had targets that its likelihood cannot have (labels out of range, NaN, …); the steps since "
+                "then were left out. Check the targets: on a CPU the message is exact"
+            )
         blocks = [block for block, wrong in zip(self._structure.blocks, bad[1:].tolist(), strict=False) if wrong]
         names = [unit.name for block in blocks for unit in block.units]
         where = (

@@ -21,11 +21,11 @@ class MeanStep:
     - `heavy_ball`: v ← momentum · v + clipped step, after preconditioning and clipping (the released CIFAR-10 code).
     """
 
-    def __init__(self, mode: MomentumMode, like: Tensor) -> None:
+    def __init__(self, mode: MomentumMode, like: Tensor, groups: int) -> None:
         self.mode = mode
         self.momentum = torch.zeros_like(like)
-        self.weight = like.new_zeros(())
-        """1 − β₁ᵏ, kept as a recursion so that a captured graph counts by itself."""
+        self.weight = like.new_zeros(groups)
+        """1 − β₁ᵏ of each param group, kept as a recursion so that a captured graph counts by itself."""
 
     def move_(
         self,
@@ -52,16 +52,16 @@ class MeanStep:
                 mean[..., part].sub_(step[..., part] * (lr if mask is None else lr * mask))
 
     def _averaged(self, gradient: Tensor, groups: Groups, mask: Tensor | None) -> Tensor:
-        momenta = {group["momentum"] for group, _ in groups}
-        if len(momenta) > 1:
-            raise ValueError('momentum_mode="average" needs the same momentum in all param groups')
-        (beta,) = momenta
-        if beta == 0:
+        if all(group["momentum"] == 0 for group, _ in groups):
             return gradient
-        rate = 1.0 - beta if mask is None else (1.0 - beta) * mask
-        self.momentum.lerp_(gradient, rate)
-        self.weight.lerp_(torch.ones_like(self.weight), rate)
-        return self.momentum / (self.weight if mask is None else self.weight.clamp_min(1e-30))
+        averages = []
+        for (group, part), weight in zip(groups, self.weight.unbind(), strict=True):
+            beta = group["momentum"]
+            rate = 1.0 - beta if mask is None else (1.0 - beta) * mask
+            momentum = self.momentum[..., part].lerp_(gradient[..., part], rate)
+            weight.sub_(weight * rate).add_(rate)
+            averages.append(momentum / (weight if mask is None else weight.clamp_min(1e-30)))
+        return averages[0] if len(averages) == 1 else torch.cat(averages, dim=-1)
 
     def _accelerated(self, step: Tensor, groups: Groups, mask: Tensor | None) -> Tensor:
         for group, part in groups:
@@ -74,4 +74,5 @@ class MeanStep:
 def clip_factor(gradient: Tensor, step: Tensor, groups: Groups, clip: float) -> Tensor:
     """min(1, sqrt(c / Σ lr² gᵀv)): the step's length in the Fisher metric is at most sqrt(c); one per replica."""
     length = sum((gradient[..., part] * step[..., part]).sum(dim=-1, keepdim=True) * g["lr"] ** 2 for g, part in groups)
-    return (clip / torch.as_tensor(length)).sqrt().clamp(max=1.0)
+    # Below 0 only by rounding, which must not become the root of a negative number.
+    return (clip / torch.as_tensor(length).clamp_min(0.0)).sqrt().clamp(max=1.0)

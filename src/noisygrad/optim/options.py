@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
+
+from torch import Tensor
 
 from noisygrad.curvature.fisher import FisherKind
 from noisygrad.families.base import DampingMode
@@ -14,6 +16,7 @@ MomentumMode = Literal["average", "heavy_ball"]
 FisherPass = Literal["same", "fresh"]
 Schedule = float | Callable[[int], float]
 """A number, or a function from the step (1, 2, …) to one."""
+GROUP_OPTIONS = ("lr", "momentum", "damping", "noise")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,3 +97,19 @@ def fraction(name: str, value: float) -> float:
     if not isinstance(value, int | float) or not 0 <= value < 1:
         raise ValueError(f"{name} must be at least 0 and below 1, got {value!r}")
     return value
+
+
+def checked_group(pattern: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """`settings` if they can be those of a param group, else a ValueError that names what is wrong."""
+    unknown = set(settings) - set(GROUP_OPTIONS)
+    if unknown:
+        raise ValueError(
+            f"group {pattern!r}: unknown options {sorted(unknown)}; possible are {', '.join(GROUP_OPTIONS)}"
+        )
+    positive("lr", float(settings["lr"]) if isinstance(settings["lr"], Tensor) else settings["lr"])
+    fraction("momentum", settings["momentum"])
+    if not isinstance(settings["damping"], int | float) or not 0 <= settings["damping"] < float("inf"):
+        raise ValueError(f"damping must be at least 0, got {settings['damping']!r}")
+    if not isinstance(settings["noise"], bool):
+        raise ValueError(f"noise must be True or False, got {settings['noise']!r}")
+    return settings

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from noisygrad.optim.generators import part_generators_
 
 if TYPE_CHECKING:
     from noisygrad.optim.base import NoisyOptimizer
@@ -19,27 +22,27 @@ FORMAT = 1
 
 def save_state(optimizer: NoisyOptimizer) -> dict[str, Any]:
     """See `NoisyOptimizer.state_dict`; the tensors are copies."""
-    places = {id(p): i for i, p in enumerate(optimizer.structure.parameters.values())}
     return {
         "format": FORMAT,
         "family": optimizer.family,
         "steps": optimizer._steps,
+        "rank": optimizer.ranks.rank,
         "tensors": {name: tensor.detach().clone() for name, tensor in _tensors(optimizer).items()},
         "generators": {str(i): generator.get_state() for i, generator in enumerate(optimizer.generators)},
         "likelihood": {name: tensor.detach().clone() for name, tensor in optimizer.likelihood.state_dict().items()},
         "param_groups": [
             {
                 **{name: _plain(value) for name, value in group.items() if name != "params"},
-                "params": [places[id(p)] for p in group["params"]],
+                "params": places,
             }
-            for group in optimizer.param_groups
+            for group, places in zip(optimizer.param_groups, _places(optimizer), strict=True)
         ],
     }
 
 
 def load_state(optimizer: NoisyOptimizer, state: Mapping[str, Any]) -> None:
     """See `NoisyOptimizer.load_state_dict`; everything is checked before anything changes."""
-    missing = {"format", "family", "steps", "tensors", "generators", "likelihood", "param_groups"} - set(state)
+    missing = {"format", "family", "steps", "rank", "tensors", "generators", "likelihood", "param_groups"} - set(state)
     if missing:
         raise ValueError(f"this is not the state of a noisygrad optimiser: {', '.join(sorted(missing))} missing")
     if state["format"] > FORMAT:
@@ -61,18 +64,27 @@ def load_state(optimizer: NoisyOptimizer, state: Mapping[str, Any]) -> None:
             f"the state belongs to another model, other groups or another damping: {', '.join(sorted(wrong)[:4])} "
             f"{'differs' if len(wrong) == 1 else 'differ'} in shape or presence"
         )
-    if len(state["generators"]) != len(optimizer.generators) or len(state["param_groups"]) != len(
-        optimizer.param_groups
-    ):
-        raise ValueError("the state has another number of replicas or param groups")
+    if len(state["generators"]) != len(optimizer.generators):
+        raise ValueError("the state has another number of replicas")
+    if [list(group["params"]) for group in state["param_groups"]] != _places(optimizer):
+        raise ValueError("the state has other param groups, or the same in another order")
+    try:
+        copy.deepcopy(optimizer.likelihood).load_state_dict(state["likelihood"])  # a failed load is half done
+    except RuntimeError as error:
+        raise ValueError(f"the state belongs to another likelihood: {error}") from error
     optimizer.likelihood.load_state_dict(state["likelihood"])
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(theirs[name])
     for index, generator in enumerate(optimizer.generators):
         generator.set_state(state["generators"][str(index)].cpu())
+    part_generators_(optimizer.generators, state["rank"], optimizer.ranks, same_draw=optimizer._same_draw)
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        group.update({name: value for name, value in saved.items() if name != "params"})
+        for name, value in saved.items():
+            if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
+                group[name].copy_(value)  # the tensor that a scheduler or a captured graph knows
+            elif name != "params":
+                group[name] = _plain(value)
     optimizer._steps = int(state["steps"])
     optimizer.zero_grad()
 
@@ -96,6 +108,12 @@ def _tensors(optimizer: NoisyOptimizer) -> dict[str, Tensor]:
         }
         found |= {f"{block.name}/{part}/{name}": t for part, tensors in parts.items() for name, t in tensors.items()}
     return found
+
+
+def _places(optimizer: NoisyOptimizer) -> list[list[int]]:
+    """The parameters of each param group, by their place in the model."""
+    places = {id(p): i for i, p in enumerate(optimizer.structure.parameters.values())}
+    return [[places[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def _plain(value: Any) -> Any:

@@ -90,11 +90,10 @@ class Posterior:
 
     def _draw(self, generator: torch.Generator | None) -> Tensor:
         noise = torch.empty_like(self._mean.flat).normal_(generator=generator)
-        draw = self._mean.flat.clone()
-        scale = (self.kl_weight / self.num_data) ** 0.5
+        spread = torch.zeros_like(noise)
         for block, precision in self._precisions:
-            block.vector(draw).add_(precision.sample(block.vector(noise)), alpha=scale)
-        return draw
+            block.write_(spread, precision.sample(block.batched(block.segment(noise))))
+        return torch.add(self._mean.flat, spread, alpha=(self.kl_weight / self.num_data) ** 0.5)
 
     def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
         """Log density of a setting of all weights, as `sample` gives it; one number per replica."""
@@ -122,7 +121,7 @@ class Posterior:
         flat = FlatWeights(self.structure, torch.zeros_like(self._mean.flat))
         for block, precision in self._noisy():
             variance = torch.linalg.inv(precision.to_dense()).diagonal(dim1=-2, dim2=-1)
-            block.vector(flat.flat).copy_((variance * self.kl_weight / self.num_data).sqrt())
+            block.write_(flat.flat, (variance * self.kl_weight / self.num_data).sqrt())
         return flat.as_dict()
 
     def precision(self) -> Tensor:
@@ -140,13 +139,13 @@ class Posterior:
         if flat.shape[-1] > 50_000:
             raise ValueError(f"a dense {what} over {flat.shape[-1]} weights does not fit in memory")
         dense = flat.new_zeros(*flat.shape, flat.shape[-1])
+        places = torch.arange(flat.shape[-1], device=flat.device)
         for block, precision in self._noisy():
+            where = block.vector(places)
             parts = matrix_of(precision)
-            size = parts.shape[-1]
             for index in range(block.grouped):
-                part = parts[..., index, :, :] if block.grouped > 1 else parts
-                start = block.start + index * size
-                dense[..., start : start + size, start : start + size] = part
+                part, at = (parts[..., index, :, :], where[index]) if block.grouped > 1 else (parts, where)
+                dense[..., at.unsqueeze(-1), at] = part
         order = parameter_order(self.structure).to(flat.device)
         return dense[..., order, :][..., order]
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from noisygrad.curvature.layers import Unit, find_units
+from noisygrad.curvature.layers import Slot, Unit, find_units
 from noisygrad.curvature.passes import MatrixPass, Pass
 from noisygrad.families import dense, diagonal, kronecker, tridiagonal
 from noisygrad.families.base import Prior, Statistics
@@ -37,12 +38,12 @@ class Block:
     group: int
     noise: bool
 
-    @property
+    @cached_property
     def size(self) -> int:
         """How many weights it has (per replica)."""
         return sum(unit.size for unit in self.units)
 
-    @property
+    @cached_property
     def grouped(self) -> int:
         """How many independent sub-blocks (groups of a convolution) it consists of; 1 if it is one block."""
         return self.units[0].groups if self.family == "kronecker" else 1
@@ -52,10 +53,39 @@ class Block:
         """Leading dimensions of its family's tensors: replicas, then groups."""
         return self.units[0].replicas + ((self.grouped,) if self.grouped > 1 else ())
 
+    def segment(self, flat: Tensor) -> Tensor:
+        """Its part of a flat vector, a view `[*replicas, size]`."""
+        return flat if self.size == flat.shape[-1] else flat[..., self.start : self.start + self.size]
+
     def vector(self, flat: Tensor) -> Tensor:
-        """Its part of a flat vector, a view `[*batch, n]`."""
-        part = flat[..., self.start : self.start + self.size]
+        """Its part of a flat vector in the order of its family, `[*batch, n]`: matrices [W | b] row by row.
+
+        A view for the diagonal and the dense family, to which the order is nothing.
+        """
+        part = self.segment(flat)
+        if self.family == "kronecker":
+            part = self.units[0].matrix(part)
+        elif self.family == "tridiagonal":
+            pieces = part.split([unit.size for unit in self.units], dim=-1)
+            part = torch.cat([unit.matrix(piece) for unit, piece in zip(self.units, pieces, strict=True)], dim=-1)
+        return self.batched(part)
+
+    def batched(self, part: Tensor) -> Tensor:
+        """`[*replicas, size]` in the order of the family as `[*batch, n]`."""
         return part.unflatten(-1, (self.grouped, -1)) if self.grouped > 1 else part
+
+    def write_(self, flat: Tensor, values: Tensor) -> None:
+        """The inverse of `vector`: put `[*batch, n]` into a flat vector."""
+        part = self.segment(flat)
+        values = values.flatten(start_dim=-2) if self.grouped > 1 else values
+        if self.family == "kronecker":
+            self.units[0].write_matrix_(part, values)
+        elif self.family == "tridiagonal":
+            sizes = [unit.size for unit in self.units]
+            for unit, piece, value in zip(self.units, part.split(sizes, -1), values.split(sizes, -1), strict=True):
+                unit.write_matrix_(piece, value)
+        else:
+            part.copy_(values)
 
     def total(self, values: Tensor) -> Tensor:
         """One number per replica from one per sub-block."""
@@ -108,6 +138,16 @@ class Block:
 
     def prior(self, precision_of: Callable[[str], float], dtype: torch.dtype, device: torch.device) -> Prior:
         """A fresh prior from the precision 1/η of each parameter."""
+        if self.family in {"diagonal", "full"}:
+            flat = torch.cat(
+                [
+                    torch.full((unit.rows * (slot.stop - slot.start),), precision_of(slot.parameter), dtype=dtype)
+                    for unit in self.units
+                    for slot in unit.slots
+                ]
+            )
+            flat = flat.to(device).repeat(*self.batch, 1)
+            return diagonal.Prior(flat) if self.family == "diagonal" else dense.Prior(flat, diagonal=True)
         columns = []
         for unit in self.units:
             values = torch.zeros(*self.batch, unit.inputs, dtype=dtype, device=device)
@@ -116,16 +156,7 @@ class Block:
             columns.append(values)
         if self.family == "kronecker":
             return kronecker.Prior.from_columns(columns[0], self.units[0].outputs)
-        if self.family == "tridiagonal":
-            return tridiagonal.Prior.from_columns(columns, [unit.outputs for unit in self.units])
-        flat = torch.cat(
-            [
-                values.unsqueeze(-2).expand(*values.shape[:-1], unit.groups * unit.outputs, -1).flatten(-2)
-                for values, unit in zip(columns, self.units, strict=True)
-            ],
-            dim=-1,
-        )
-        return diagonal.Prior(flat) if self.family == "diagonal" else dense.Prior(flat, diagonal=True)
+        return tridiagonal.Prior.from_columns(columns, [unit.outputs for unit in self.units])
 
 
 @dataclass(frozen=True)
@@ -144,6 +175,25 @@ class Coverage:
     __repr__ = __str__
 
 
+class ParameterViews:
+    """Detached views of the (parts of) parameters in the order of the flat vector."""
+
+    def __init__(self, parts: Sequence[tuple[Slot, nn.Parameter]], structure: Structure) -> None:
+        self._parts = parts
+        self._lead = len(structure.replicas)
+        self._storages: list[int] = []
+        self.known: list[Tensor] = []
+        self.current()
+
+    def current(self) -> list[Tensor]:
+        """The views, made anew if a parameter's storage was replaced (`model.to`, `p.data = …`) since."""
+        storages = [parameter.data_ptr() for _, parameter in self._parts]
+        if storages != self._storages:
+            self._storages = storages
+            self.known = [slot.of(parameter.detach(), self._lead) for slot, parameter in self._parts]
+        return self.known
+
+
 @dataclass
 class Structure:
     """The blocks of a model, its parameters, and where each lies in the flat vector."""
@@ -155,6 +205,7 @@ class Structure:
     frozen: dict[str, nn.Parameter]
     replicas: tuple[int, ...]
     notes: dict[str, str] = field(default_factory=dict)
+    _parameter_views: ParameterViews | None = field(default=None, repr=False)
 
     @property
     def size(self) -> int:
@@ -171,6 +222,12 @@ class Structure:
         """The shape of every trainable parameter."""
         return {name: parameter.shape for name, parameter in self.parameters.items()}
 
+    def parameter_views(self, slots: Sequence[Slot]) -> ParameterViews:
+        """The parts of the parameters that `slots` hold; one object for all flat vectors of this structure."""
+        if self._parameter_views is None:
+            self._parameter_views = ParameterViews([(slot, self.parameters[slot.parameter]) for slot in slots], self)
+        return self._parameter_views
+
     def group_part(self, group: int) -> slice:
         """The part of the flat vector that a param group owns; groups lie one after another."""
         mine = [block for block in self.blocks if block.group == group]
@@ -182,7 +239,8 @@ class Structure:
         for block in self.blocks:
             for unit in block.units:
                 for slot in unit.slots:
-                    shape = "×".join(map(str, slot.of(self.parameters[slot.parameter], len(self.replicas)).shape))
+                    part = slot.of(self.parameters[slot.parameter], len(self.replicas))
+                    shape = "×".join(map(str, part.shape)) or "scalar"
                     name = slot.parameter if slot.rows is None else f"{slot.parameter}[{slot.rows[0]}:{slot.rows[1]}]"
                     kind = f"{block.family}:{block.name}" + ("" if block.noise else " (no noise)")
                     rows.append((name, shape, kind, self.notes.get(unit.name, unit.note) or unit.layer))

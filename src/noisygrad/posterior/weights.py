@@ -6,6 +6,8 @@ model is replaced, so optimiser, DDP and compiled code keep the parameters that 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,51 +30,44 @@ class FlatWeights:
                 self._slots.append(slot)
                 self._views.append(view)
             start += unit.size
-        self._parameters = [slot.of(structure.parameters[slot.parameter].detach(), self._lead) for slot in self._slots]
+        self._parameters = structure.parameter_views(self._slots)
 
     @classmethod
     def zeros(cls, structure: Structure, dtype: torch.dtype, device: torch.device) -> FlatWeights:
         """A new vector of zeros."""
         return cls(structure, torch.zeros(*structure.replicas, structure.size, dtype=dtype, device=device))
 
-    @torch.no_grad()
     def read_parameters_(self) -> None:
         """Parameters → flat."""
-        self._refresh()
-        torch._foreach_copy_(self._views, self._parameters)
+        torch._foreach_copy_(self._views, self._parameters.current())
 
-    @torch.no_grad()
     def write_parameters_(self) -> None:
         """Flat → parameters, in place."""
-        self._refresh()
-        torch._foreach_copy_(self._parameters, self._views)
+        torch._foreach_copy_(self._parameters.known, self._views)
 
-    @torch.no_grad()
     def read_gradients_(self) -> None:
         """Gradients of the parameters → flat; a parameter without one counts as zero."""
-        gradients = []
-        views = []
-        for slot, view in zip(self._slots, self._views, strict=True):
-            gradient = self._structure.parameters[slot.parameter].grad
+        gradients = [self._structure.parameters[slot.parameter].grad for slot in self._slots]
+        views = self._views
+        if any(
+            gradient is None or gradient.is_sparse or slot.rows
+            for gradient, slot in zip(gradients, self._slots, strict=True)
+        ):
+            views, gradients = self._usual_gradients(gradients)
+        if views:
+            torch._foreach_copy_(views, gradients)  # type: ignore[arg-type]
+
+    def _usual_gradients(self, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Views and gradients where some are missing or belong to a part of a parameter."""
+        kept: list[tuple[Tensor, Tensor]] = []
+        for slot, view, gradient in zip(self._slots, self._views, gradients, strict=True):
             if gradient is None:
                 view.zero_()
             elif gradient.is_sparse:
                 raise ValueError(f"parameter {slot.parameter!r} has a sparse gradient, which is not supported")
             else:
-                gradients.append(slot.of(gradient, self._lead))
-                views.append(view)
-        if views:
-            torch._foreach_copy_(views, gradients)
-
-    def _refresh(self) -> None:
-        """Follow parameters whose storage was replaced (`model.to`, `p.data = ...`) since the views were made."""
-        for index, slot in enumerate(self._slots):
-            parameter = self._structure.parameters[slot.parameter]
-            if slot.rows is None:
-                if self._parameters[index].data_ptr() != parameter.data_ptr():
-                    self._parameters[index] = parameter.detach()
-            elif self._parameters[index].untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
-                self._parameters[index] = slot.of(parameter.detach(), self._lead)
+                kept.append((view, slot.of(gradient, self._lead)))
+        return [view for view, _ in kept], [gradient for _, gradient in kept]
 
     def as_dict(self, *, like_parameters: bool = True) -> dict[str, Tensor]:
         """A copy as parameter name → tensor, in the parameters' dtype unless `like_parameters` is off."""

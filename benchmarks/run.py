@@ -1,0 +1,248 @@
+"""Step time of the optimisers against their peers: ratios measured in one run, and peak memory.
+
+    python benchmarks/run.py [--device cuda] [--models mlp vgg16] [--methods ...] [--output results/benchmark-cpu.json]
+
+Every method trains the same network on the same batch. Rounds of all methods are interleaved, so that a machine whose
+speed drifts slows all of them alike; the figure of a method is the median over rounds of the mean step time. Statistics
+every 10 steps and factors every 200 are amortised: plain, statistics and refresh steps are timed apart and weighted.
+Peers are optional installs: what is missing is left out with a note.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import noisygrad as ng
+
+STATS_EVERY, FACTOR_EVERY = 10, 200
+METHODS = ("SGD", "AdamW fused", "IVON", "NoisyAdam", "NoisyKFAC")
+Step = Callable[[], object]
+
+
+@dataclass
+class Problem:
+    """A network, a batch, the loss of the point methods and the likelihood of ours."""
+
+    model: Callable[[], nn.Module]
+    x: Tensor
+    y: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor]
+    likelihood: Callable[[], ng.Likelihood]
+    num_data: int
+
+
+def problem(name: str, device: torch.device) -> Problem:
+    """The two of the paper: MLP 13-50-1 at batch 10, VGG16 at batch 128."""
+    torch.manual_seed(0)
+    if name == "mlp":
+        return Problem(
+            lambda: ng.networks.MLP(13, (50,), 1).to(device),
+            torch.randn(10, 13, device=device),
+            torch.randn(10, 1, device=device),
+            F.mse_loss,
+            lambda: ng.Gaussian(noise_variance=0.1),
+            455,
+        )
+    return Problem(
+        lambda: ng.networks.VGG16().to(device),
+        torch.randn(128, 3, 32, 32, device=device),
+        torch.randint(10, (128,), device=device),
+        F.cross_entropy,
+        ng.Categorical,
+        50_000,
+    )
+
+
+def make_steps(method: str, p: Problem) -> dict[str, Step]:
+    """The kinds of step of a method by name; all but ours have only `plain`."""
+    torch.manual_seed(0)
+    model = p.model().train()
+    if method.startswith("Noisy"):
+        optimizer = getattr(ng, method)(
+            model,
+            p.likelihood(),
+            num_data=p.num_data,
+            lr=1e-5,
+            damping=1e-3,
+            stats_every=STATS_EVERY,
+            factor_every=FACTOR_EVERY,
+            kl_clip=1e-3,
+            momentum_mode="heavy_ball",
+        )
+        kinds = {"plain": STATS_EVERY * 7, "statistics": STATS_EVERY * 3 - 1, "refresh": FACTOR_EVERY - 1}
+
+        def step(before: int) -> Step:
+            def run() -> object:
+                optimizer._steps = before  # the schedule looks at the step count alone
+                return optimizer.step(lambda: (model(p.x), p.y))
+
+            return run
+
+        return {kind: step(before) for kind, before in kinds.items()}
+    if method == "IVON":
+        import ivon
+
+        peer = ivon.IVON(model.parameters(), lr=1e-5, ess=p.num_data)
+
+        def sampled() -> object:
+            with peer.sampled_params(train=True):
+                peer.zero_grad()
+                loss = p.loss(model(p.x), p.y)
+                loss.backward()
+            peer.step()
+            return loss
+
+        return {"plain": sampled}
+    if method == "SGD":
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def plain() -> object:
+        optimizer.zero_grad()
+        loss = p.loss(model(p.x), p.y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return {"plain": plain}
+
+
+def seconds(step: Step, count: int, device: torch.device) -> float:
+    """Mean wall time of a step over `count`; the device is waited for before and after."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(count):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / count
+
+
+def amortised(times: dict[str, float]) -> float:
+    """The mean over a long run with statistics every 10 steps and factors every 200."""
+    if len(times) == 1:
+        return times["plain"]
+    share = 1 / STATS_EVERY
+    refresh = 1 / FACTOR_EVERY
+    return (1 - share) * times["plain"] + (share - refresh) * times["statistics"] + refresh * times["refresh"]
+
+
+def measure(name: str, methods: list[str], device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
+    """Interleaved rounds of all methods on one network."""
+    p = problem(name, device)
+    steps = {method: make_steps(method, p) for method in methods}
+    quick = name == "mlp"
+    counts = {"plain": 300, "statistics": 100, "refresh": 30} if quick else {"plain": 5, "statistics": 2, "refresh": 1}
+    if device.type == "cuda" and not quick:
+        counts = {"plain": 50, "statistics": 10, "refresh": 2}
+    for kinds in steps.values():
+        for step in kinds.values():
+            seconds(step, 3, device)
+    found: dict[str, dict[str, list[float]]] = {m: {kind: [] for kind in kinds} for m, kinds in steps.items()}
+    for _ in range(rounds):
+        for method, kinds in steps.items():
+            for kind, step in kinds.items():
+                found[method][kind].append(seconds(step, counts[kind], device))
+    results = {}
+    for method, kinds in found.items():
+        times = {kind: statistics.median(values) for kind, values in kinds.items()}
+        results[method] = {**times, "step": amortised(times)}
+    return results
+
+
+def peak_memory(name: str, method: str, device: torch.device) -> float:
+    """Peak memory in MB of three steps of each kind: of the device, or of a process of its own."""
+    if device.type == "cuda":
+        p = problem(name, device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        for step in make_steps(method, p).values():
+            seconds(step, 3, device)
+        return torch.cuda.max_memory_allocated() / 2**20
+    code = subprocess.run(
+        [sys.executable, __file__, "--only-memory", name, method], capture_output=True, text=True, check=True
+    )
+    return float(code.stdout.strip().splitlines()[-1])
+
+
+def only_memory(name: str, method: str) -> None:
+    """Print the peak resident memory of this process, less what it had before the steps."""
+    p = problem(name, torch.device("cpu"))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for step in make_steps(method, p).values():
+        seconds(step, 2, torch.device("cpu"))
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+
+
+def report(name: str, results: dict[str, dict[str, float]]) -> None:
+    """A table with ratios to SGD and to IVON."""
+    print(f"\n{name}")
+    print(f"{'method':14}{'step':>12}{'× SGD':>9}{'× IVON':>9}{'peak MB':>10}   plain / statistics / refresh")
+    for method, row in results.items():
+        sgd = row["step"] / results["SGD"]["step"] if "SGD" in results else float("nan")
+        peer = row["step"] / results["IVON"]["step"] if "IVON" in results else float("nan")
+        kinds = " / ".join(f"{row[k] * 1e3:.3f}" for k in ("plain", "statistics", "refresh") if k in row)
+        memory = f"{row['peak_mb']:.0f}" if "peak_mb" in row else "-"
+        print(f"{method:14}{row['step'] * 1e3:9.3f} ms{sgd:9.2f}{peer:9.2f}{memory:>10}   {kinds} ms")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--models", nargs="+", default=["mlp", "vgg16"], choices=["mlp", "vgg16"])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--only-memory", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.only_memory:
+        only_memory(*arguments.only_memory)
+        return
+    device = torch.device(arguments.device)
+    methods = list(arguments.methods)
+    try:
+        import ivon  # noqa: F401
+    except ImportError:
+        if "IVON" in methods:
+            methods.remove("IVON")
+            print("IVON is left out: pip install ivon-opt")
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for name in arguments.models:
+        results[name] = measure(name, methods, device, arguments.rounds)
+        if arguments.memory:
+            for method in methods:
+                results[name][method]["peak_mb"] = peak_memory(name, method, device)
+        report(name, results[name])
+    if arguments.output:
+        where = torch.cuda.get_device_name() if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
+        record = {
+            "command": "python benchmarks/run.py " + " ".join(sys.argv[1:]),
+            "device": where,
+            "threads": torch.get_num_threads(),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__, "noisygrad": ng.__version__},
+            "seconds_per_step": results,
+        }
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The random numbers of an optimiser: one generator per replica, and different ones on every rank unless asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from noisygrad.distributed import Ranks
+from noisygrad.families.factorisation import capturing
+
+BETWEEN_RANKS = 1_000_003
+"""Between the seeds of neighbouring ranks, so that they do not meet those of neighbouring replicas."""
+
+
+def make_generators(
+    seed: int | Sequence[int] | None, count: int, device: torch.device, ranks: Ranks, *, same_draw: bool
+) -> list[torch.Generator]:
+    """`count` generators; without a seed they follow `torch.manual_seed`."""
+    if seed is None:
+        seed = int(torch.randint(2**62, ()).item())
+    seeds = [seed + index for index in range(count)] if isinstance(seed, int) else list(seed)
+    if len(seeds) != count:
+        raise ValueError(f"expected {count} seeds, one per replica; got {len(seeds)}")
+    seeds = [ranks.same_for_all(value) for value in seeds]
+    offset = 0 if same_draw else ranks.rank * BETWEEN_RANKS
+    return [torch.Generator(device).manual_seed((value + offset) % 2**63) for value in seeds]
+
+
+def part_generators_(generators: Sequence[torch.Generator], saved: int, ranks: Ranks, *, same_draw: bool) -> None:
+    """After a load: give a rank numbers of its own where the state is that of another rank, `saved`."""
+    if same_draw or saved == ranks.rank:
+        return
+    for generator in generators:
+        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device).item())
+        generator.manual_seed(seed + ranks.rank * BETWEEN_RANKS)
+
+
+@contextmanager
+def undone_on_failure(generators: Sequence[torch.Generator], drop: Callable[[], None]) -> Iterator[None]:
+    """On an exception inside, `drop` what was gathered and set the generators back."""
+    states = [] if capturing() else [generator.get_state() for generator in generators]
+    try:
+        yield
+    except BaseException:
+        for generator, state in zip(generators, states, strict=False):
+            generator.set_state(state)
+        drop()
+        raise

@@ -1,0 +1,339 @@
+"""Pictures of predictions and posteriors; every function returns a matplotlib Figure of its own.
+
+Nothing here touches pyplot: no window, no figure kept alive, no display needed. Save with `figure.savefig(path)`.
+Where a function takes one thing or several by name, several are drawn as panels with common scales.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, PercentFormatter
+from numpy.typing import NDArray
+from torch import Tensor
+
+from noisygrad.palette import HEAT, INK, MUTED, SURFACE, VERMILION, colour_of, styled
+from noisygrad.predictions import Prediction
+
+Array: TypeAlias = NDArray[Any]
+Values: TypeAlias = Tensor | Array | Sequence[float]
+
+Item = TypeVar("Item")
+
+
+def array(values: Values) -> Array:
+    """Numbers of any kind as a NumPy array on the CPU."""
+    return np.asarray(values.detach().cpu().numpy() if isinstance(values, Tensor) else values)
+
+
+def _named(items: Item | Mapping[str, Item]) -> dict[str, Item]:
+    return dict(items) if isinstance(items, Mapping) else {"": items}
+
+
+def _panels(count: int, width: float, height: float, columns: int) -> tuple[Figure, list[Axes]]:
+    """`count` panels in rows of at most `columns`, each `width` × `height` inches, with common axes."""
+    if count == 0:
+        raise ValueError("nothing to draw: an empty mapping was given")
+    columns = min(count, columns)
+    rows = math.ceil(count / columns)
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flatten()
+    for spare in grid[count:]:
+        spare.set_visible(False)
+    return figure, list(grid[:count])
+
+
+def _title(axes: Axes, name: str, says: str) -> None:
+    axes.set_title(f"{name}: {says}" if name else says[:1].upper() + says[1:])
+
+
+def _flat(values: Values, count: int, what: str) -> Array:
+    flat = array(values).reshape(-1).astype(np.float64)
+    if flat.size != count:
+        raise ValueError(f"{what} has {flat.size} numbers; expected {count}, one for each example")
+    return flat
+
+
+def _interval(prediction: Prediction, level: float) -> tuple[Array, Array]:
+    low, high = prediction.interval(level)
+    return array(low).reshape(-1), array(high).reshape(-1)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+@styled
+def predictive_intervals(
+    predictions: Prediction | Mapping[str, Prediction],
+    target: Values,
+    *,
+    label: str = "target",
+    levels: tuple[float, float] = (0.5, 0.9),
+) -> Figure:
+    """Predictions of a regression in ascending order, with two central intervals and the values observed.
+
+    Args:
+        predictions: One prediction, or several by name, for the same examples with one output each.
+        target: What was observed, one number per example.
+        label: Name and unit of the target.
+        levels: Probability of the inner and the outer interval. Points outside the outer one are marked.
+
+    """
+    named = _named(predictions)
+    inner, outer = levels
+    figure, grid = _panels(len(named), 8.6 if len(named) == 1 else 5.0, 3.9, 2)
+    for index, (axes, (name, prediction)) in enumerate(zip(grid, named.items(), strict=True)):
+        mean = array(prediction.mean).reshape(-1)
+        observed = _flat(target, mean.size, "target")
+        order = np.argsort(mean, kind="stable")
+        rank, colour = np.arange(mean.size), colour_of(name or "kronecker", index)
+        width = max(0.8, min(6.0, 330.0 / mean.size))
+        low, high = _interval(prediction, outer)
+        for level, shade in ((outer, 0.22), (inner, 0.5)):
+            bottom, top = _interval(prediction, level)
+            axes.vlines(rank, bottom[order], top[order], color=colour, alpha=shade, lw=width, label=_percent(level))
+        axes.plot(rank, mean[order], color=colour, lw=1.8, label="mean")
+        inside = ((observed >= low) & (observed <= high))[order]
+        dots = observed[order]
+        axes.scatter(rank[inside], dots[inside], s=15, color=INK, lw=0.6, edgecolor=SURFACE, zorder=3, label="observed")
+        axes.scatter(
+            rank[~inside], dots[~inside], s=26, facecolor=SURFACE, edgecolor=VERMILION, lw=1.5, zorder=4,
+            label=f"outside {_percent(outer)}",
+        )  # fmt: skip
+        _title(axes, name, f"{_percent(inside.mean())} of values in the {_percent(outer)} interval")
+        axes.grid(visible=False, axis="x")
+        axes.margins(x=0.01)
+        axes.set(xlabel="examples, by predicted mean", ylabel=label)
+        axes.label_outer()
+    handles, labels = grid[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5)
+    return figure
+
+
+@styled
+def function_bands(
+    predictions: Prediction | Mapping[str, Prediction],
+    x: Values,
+    *,
+    observed: tuple[Values, Values] | None = None,
+    truth: Values | None = None,
+    levels: tuple[float, float] = (0.5, 0.9),
+    columns: int = 4,
+) -> Figure:
+    """A function of one variable as the posterior sees it: mean, two bands, the data and, if known, the truth.
+
+    Args:
+        predictions: One prediction at `x`, or several by name.
+        x: Where the predictions are, in ascending order.
+        observed: The training data as (x, y).
+        truth: The function that made the data, at `x`.
+        levels: Probability of the inner and the outer band.
+        columns: Panels in a row.
+
+    """
+    named = _named(predictions)
+    figure, grid = _panels(len(named), 8.6 if len(named) == 1 else 3.3, 3.4, columns)
+    for index, (axes, (name, prediction)) in enumerate(zip(grid, named.items(), strict=True)):
+        mean = array(prediction.mean).reshape(-1)
+        place, colour = _flat(x, mean.size, "x"), colour_of(name or "kronecker", index)
+        for level, shade in ((levels[1], 0.2), (levels[0], 0.35)):
+            low, high = _interval(prediction, level)
+            axes.fill_between(place, low, high, color=colour, alpha=shade, lw=0, label=f"{_percent(level)} band")
+        if truth is not None:
+            axes.plot(place, _flat(truth, mean.size, "truth"), color=MUTED, lw=1.3, ls=(0, (4, 2)), label="truth")
+        axes.plot(place, mean, color=colour, label="mean")
+        if observed is not None:
+            across, up = map(array, observed)
+            axes.scatter(across, up, s=16, color=INK, edgecolor=SURFACE, lw=0.5, zorder=3, label="data")
+        axes.set_title(name)
+        axes.margins(x=0)
+        axes.tick_params(length=0)
+    handles, labels = grid[0].get_legend_handles_labels()
+    legend = figure.legend(handles, labels, loc="outside lower center", ncols=5)
+    for handle in legend.legend_handles:
+        if handle is not None and not str(handle.get_label()).endswith("band"):
+            handle.set(color=INK if handle.get_label() == "data" else MUTED)
+    return figure
+
+
+@styled
+def reliability_diagram(probabilities: Values | Mapping[str, Values], labels: Values, bins: int = 15) -> Figure:
+    """Accuracy against confidence in equal bins, with the expected calibration error and where the confidences lie.
+
+    Args:
+        probabilities: Class probabilities `[examples, classes]`, or several such by name.
+        labels: The true classes.
+        bins: Number of bins of confidence.
+
+    """
+    if bins < 1:
+        raise ValueError(f"bins must be at least 1; got {bins}")
+    named: dict[str, Values] = _named(probabilities)
+    columns = len(named)
+    figure = Figure(figsize=(4.6 * columns + 0.4, 5.4), layout="constrained")
+    grid = figure.subplots(2, columns, squeeze=False, sharex=True, sharey="row", height_ratios=(3.4, 1))
+    edges = np.linspace(0.0, 1.0, bins + 1)
+    middle, width = (edges[:-1] + edges[1:]) / 2, 0.92 / bins
+    for index, (name, values) in enumerate(named.items()):
+        share, confidence, accuracy = _reliability(array(values), array(labels), edges)
+        error, gap = (
+            float((share * np.abs(accuracy - confidence)).sum()),
+            float((share * (accuracy - confidence)).sum()),
+        )
+        top, bottom = grid[0, index], grid[1, index]
+        top.plot([0, 1], [0, 1], color=MUTED, lw=1.2, ls=(0, (4, 3)), label="calibrated")
+        used, colour = share > 0, colour_of(name or "kronecker", index)
+        top.bar(middle[used], accuracy[used], width, color=colour, label="accuracy in the bin")
+        top.bar(
+            middle[used], (confidence - accuracy)[used], width, bottom=accuracy[used], facecolor="none",
+            edgecolor=VERMILION, hatch="/////", lw=1.0, label="gap to its confidence",
+        )  # fmt: skip
+        verdict = "calibrated" if error < 0.01 else "too sure" if gap < 0 else "not sure enough"
+        _title(top, name, f"ECE {100 * error:.1f} %, {verdict}")
+        bottom.bar(middle, share, width, color=colour)
+        top.set(xlim=(0, 1), ylim=(0, 1.02))
+        bottom.set(xlabel="confidence", yticks=[0, 0.5, 1], ylim=(0, 1))
+        for axes in (top, bottom):
+            axes.xaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+            axes.tick_params(length=0)
+    grid[0, 0].set_ylabel("accuracy")
+    grid[1, 0].set_ylabel("examples")
+    handles, texts = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, texts, loc="outside lower center", ncols=3)
+    return figure
+
+
+def _reliability(probs: Array, labels: Array, edges: Array) -> tuple[Array, Array, Array]:
+    """Of each bin: the share of examples in it, their mean confidence, their accuracy."""
+    if probs.ndim != 2 or labels.shape != probs.shape[:1]:
+        raise ValueError(
+            f"got probabilities of shape {probs.shape} and labels of shape {labels.shape}; expected "
+            "[examples, classes] and [examples]"
+        )
+    confidence, right = probs.max(1).astype(np.float64), probs.argmax(1) == labels
+    place = np.clip(np.searchsorted(edges, confidence, side="right") - 1, 0, edges.size - 2)
+    count = np.bincount(place, minlength=edges.size - 1)
+    safe = np.maximum(count, 1)
+    sums = [np.bincount(place, weights=of, minlength=edges.size - 1) / safe for of in (confidence, right)]
+    return count / labels.size, sums[0], sums[1]
+
+
+@styled
+def coverage_plot(
+    predictions: Prediction | Mapping[str, Prediction], target: Values, *, levels: Sequence[float] | None = None
+) -> Figure:
+    """Nominal against observed coverage of central intervals; the grey band is what chance allows (95 %).
+
+    The band is that of independent examples under a perfectly calibrated prediction, level by level.
+    """
+    named = _named(predictions)
+    nominal = np.linspace(0.05, 0.95, 19) if levels is None else np.asarray(levels, dtype=np.float64)
+    figure = Figure(figsize=(5.6, 4.8), layout="constrained")
+    axes = figure.subplots()
+    for index, (name, prediction) in enumerate(named.items()):
+        observed = _flat(target, array(prediction.mean).size, "target")
+        if index == 0:
+            margin = 1.96 * np.sqrt(nominal * (1 - nominal) / observed.size)
+            low, high = np.maximum(nominal - margin, 0), np.minimum(nominal + margin, 1)
+            axes.fill_between(nominal, low, high, color=MUTED, alpha=0.16, lw=0, label="chance (95 %)")
+            axes.plot([0, 1], [0, 1], color=MUTED, lw=1.2, ls=(0, (4, 3)), label="calibrated")
+        ends = [_interval(prediction, float(level)) for level in nominal]
+        covered = [float(((observed >= low) & (observed <= high)).mean()) for low, high in ends]
+        axes.plot(nominal, covered, color=colour_of(name or "kronecker", index), label=name or "observed")
+    axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="probability of the interval", ylabel="share of values inside")
+    axes.set_title("Below the diagonal: too sure")
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+    axes.tick_params(length=0)
+    axes.legend(loc="upper left")
+    return figure
+
+
+@styled
+def precision_matrices(
+    matrices: Mapping[str, Values], *, layers: Mapping[str, int] | None = None, columns: int = 4
+) -> Figure:
+    """Normalised precisions |P_ij| / sqrt(P_ii P_jj) on one colour scale (Figure 1 of the paper).
+
+    Args:
+        matrices: Square precision matrices by name.
+        layers: Number of weights of each layer by name, in the order of the matrices; marks the layers' bounds.
+        columns: Panels in a row.
+
+    """
+    figure, grid = _panels(len(matrices), 3.5, 3.7, columns)
+    image = None
+    for axes, (name, matrix) in zip(grid, matrices.items(), strict=True):
+        normalised = _normalised(array(matrix), name)
+        size = len(normalised)
+        image = axes.imshow(
+            normalised, cmap=HEAT, norm=PowerNorm(0.5, 0.0, 1.0), interpolation="nearest", extent=(0, size, size, 0)
+        )
+        axes.set_title(name)
+        axes.grid(visible=False)
+        axes.tick_params(length=0)
+        axes.set(xticks=[], yticks=[])
+        for spine in axes.spines.values():
+            spine.set(visible=True, color=MUTED, linewidth=0.8)
+        if layers is not None:
+            _mark_layers(axes, layers, size)
+    if image is not None:
+        bar = figure.colorbar(image, ax=grid, shrink=0.8, pad=0.015, aspect=28, ticks=[0, 0.05, 0.2, 0.5, 1])
+        bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        bar.set_label("normalised precision, square-root scale")
+        bar.outline.set_visible(False)
+    return figure
+
+
+def _normalised(matrix: Array, name: str) -> Array:
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
+        raise ValueError(f"the matrix {name!r} has shape {matrix.shape}; expected a square one")
+    diagonal = np.diagonal(matrix)
+    if not bool((diagonal > 0).all()):
+        raise ValueError(f"the matrix {name!r} is no precision: its diagonal is not positive")
+    normalised: Array = np.abs(matrix) / np.sqrt(np.outer(diagonal, diagonal))
+    return normalised
+
+
+def _mark_layers(axes: Axes, layers: Mapping[str, int], size: int) -> None:
+    bounds = np.cumsum([0, *layers.values()])
+    if bounds[-1] != size:
+        raise ValueError(f"layers has {bounds[-1]} weights in all; the matrices have {size}")
+    for bound in bounds[1:-1]:
+        axes.axhline(bound, color=VERMILION, lw=0.7, alpha=0.8)
+        axes.axvline(bound, color=VERMILION, lw=0.7, alpha=0.8)
+    shown = [index for index, weights in enumerate(layers.values()) if weights > 0.05 * size]
+    middle, names = (bounds[:-1] + bounds[1:]) / 2, list(layers)
+    axes.set_xticks(middle[shown], [names[index] for index in shown])
+    axes.set_yticks(middle[shown], [names[index] for index in shown], rotation=90, va="center")
+
+
+@styled
+def learning_curve(
+    curves: Mapping[str, Values],
+    *,
+    label: str = "loss",
+    x: Values | None = None,
+    x_label: str = "epoch",
+    title: str = "",
+) -> Figure:
+    """One line per method over the course of training; `x` are the common positions, 1, 2, … by default."""
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.subplots()
+    for index, (name, values) in enumerate(curves.items()):
+        heights = array(values)
+        place = np.arange(1, len(heights) + 1) if x is None else _flat(x, len(heights), "x")
+        axes.plot(place, heights, color=colour_of(name, index), label=name)
+    axes.set(xlabel=x_label, ylabel=label)
+    axes.set_title(title or f"{label[:1].upper()}{label[1:]} during training")
+    axes.margins(x=0)
+    axes.legend()
+    return figure

@@ -1,0 +1,242 @@
+"""The one training loop of estimators, experiments and baselines.
+
+It knows epochs, batches, checkpoints and progress. What a step is, it does not know: `optimizer.step` of a noisy
+optimiser by default, or any function of a batch (a baseline's step, a compiled or captured one).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from noisygrad.optim import NoisyOptimizer
+from noisygrad.training.batches import Data, LoaderBatches, TensorBatches
+from noisygrad.training.checkpoint import (
+    CheckpointError,
+    Stateful,
+    load_checkpoint,
+    random_state,
+    save_checkpoint,
+    set_random_state,
+)
+from noisygrad.training.history import EpochRecord, History
+from noisygrad.training.progress import Reporter, Show, reporter
+
+Step = Callable[[Tensor, Tensor], Tensor]
+"""From a batch (x, y) to its loss, having made the step."""
+OnEpoch = Callable[[EpochRecord], Mapping[str, float] | None]
+
+
+def train(
+    optimizer: NoisyOptimizer | torch.optim.Optimizer,
+    data: Data,
+    *,
+    epochs: int,
+    batch_size: int | None = None,
+    model: nn.Module | None = None,
+    step: Step | None = None,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    schedule_every: Literal["epoch", "step"] = "epoch",
+    shuffle: bool = True,
+    drop_last: bool = False,
+    seed: int | Sequence[int] | None = None,
+    on_epoch: OnEpoch | None = None,
+    progress: Show = None,
+    checkpoint: str | Path | None = None,
+    checkpoint_every: int = 1,
+    resume: bool = True,
+) -> History:
+    """Train for a number of epochs and say how it went.
+
+    Args:
+        optimizer: A noisy optimiser; with `step`, any optimiser.
+        data: A pair of tensors (x, y) in memory, or an iterable of such pairs (a DataLoader), whose batches are moved
+            to the optimiser's device. With replicas a tensor is `[*replicas, N, ...]`, or `[N, ...]` if they share it.
+        epochs: How many epochs there are in all, those before a resume included.
+        batch_size: For tensors: examples per batch; None takes all at once.
+        model: What `step` calls; `optimizer.model` by default. Give the wrapped one under DDP or `torch.compile`. Its
+            mode (training or evaluation) is left as it is.
+        step: From a batch (x, y) to its loss; `optimizer.step(lambda: (model(x), y))` by default.
+        scheduler: A learning-rate scheduler, stepped after every epoch or every step (`schedule_every`).
+        schedule_every: "epoch" or "step".
+        shuffle: For tensors: a new order every epoch, each replica its own.
+        drop_last: For tensors: leave out a last batch that is not full.
+        seed: Of the order; an integer (replica i then has `seed + i`), or one per replica. None draws one.
+        on_epoch: Called after each epoch with an `EpochRecord`; numbers it returns are kept in `History.metrics`.
+        progress: True, False, None (a bar where there is a terminal) or a function of an `EpochRecord`.
+        checkpoint: A file to save to after every `checkpoint_every` epochs (after `on_epoch`) and at the end.
+        checkpoint_every: In epochs.
+        resume: Whether to go on from `checkpoint` if it exists; the result is bit-equal to never having stopped.
+
+    Raises:
+        ValueError: Where an argument or a shape is wrong; `CheckpointError` where the checkpoint is of another run.
+
+    """
+    for name, value in (("epochs", epochs), ("checkpoint_every", checkpoint_every), ("batch_size", batch_size)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+    if schedule_every not in ("epoch", "step"):
+        raise ValueError(f'schedule_every must be "epoch" or "step", got {schedule_every!r}')
+    model = _model(optimizer, model)
+    if step is None:
+        step = _noisy_step(optimizer, model)
+    replicas = optimizer.structure.replicas if isinstance(optimizer, NoisyOptimizer) else ()
+    device = next(model.parameters()).device
+    batches = _batches(data, batch_size, replicas, shuffle, drop_last, device)
+    settings: dict[str, Any] = {}
+    if isinstance(batches, TensorBatches):
+        settings = {"batch_size": batches.batch_size, "num_data": batches.num_data}
+        settings |= {"shuffle": shuffle, "drop_last": drop_last}
+
+    run = _Run(optimizer, model, scheduler, batches, settings, _seeds(seed, replicas))
+    history = History()
+    if checkpoint is not None and resume and Path(checkpoint).is_file():
+        history = run.load(Path(checkpoint), seed is not None)
+    every_step = scheduler if schedule_every == "step" else None
+    with reporter(progress, epochs, history.epochs) as report:
+        for epoch in range(history.epochs + 1, epochs + 1):
+            start = time.perf_counter()
+            loss = _epoch(batches, run.seeds, epoch, step, every_step, report) / max(1, torch.Size(replicas).numel())
+            if scheduler is not None and schedule_every == "epoch":
+                scheduler.step()
+            record = EpochRecord(epoch, epochs, loss, time.perf_counter() - start)
+            metrics = on_epoch(record) if on_epoch is not None else None
+            history.append(record, {name: float(value) for name, value in (metrics or {}).items()})
+            if checkpoint is not None and (epoch % checkpoint_every == 0 or epoch == epochs):
+                run.save(Path(checkpoint), history)
+            report.finished(record)
+    return history
+
+
+def _epoch(
+    batches: TensorBatches | LoaderBatches,
+    seeds: Sequence[int],
+    epoch: int,
+    step: Step,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+    report: Reporter,
+) -> float:
+    """One pass over the data; the mean loss per example, which alone waits for the device."""
+    length = len(batches)
+    total: Tensor | None = None
+    examples = 0
+    for number, ((x, y), count) in enumerate(batches.epoch(seeds, epoch), start=1):
+        loss = step(x, y).detach() * count
+        total = loss if total is None else total + loss
+        examples += count
+        if scheduler is not None:
+            scheduler.step()
+        if length:
+            report.within(epoch - 1 + number / length)
+    if total is None:
+        raise ValueError("the data yielded no batch")
+    return float(total) / examples
+
+
+class _Run:
+    """What a checkpoint of a run holds."""
+
+    def __init__(
+        self,
+        optimizer: Stateful,
+        model: nn.Module,
+        scheduler: Stateful | None,
+        batches: TensorBatches | LoaderBatches,
+        settings: dict[str, Any],
+        seeds: list[int],
+    ) -> None:
+        self._states: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        self._device = batches.device
+        self._generator = batches.generator if isinstance(batches, LoaderBatches) else None
+        self._settings = settings
+        self.seeds = seeds
+
+    def save(self, path: Path, history: History) -> None:
+        extra = {
+            "history": history.to_dict(),
+            "seeds": self.seeds,
+            "settings": self._settings,
+            "random": random_state(self._device),
+        }
+        if self._generator is not None:
+            extra["generator"] = self._generator.get_state()
+        save_checkpoint(path, **self._states, extra=extra)
+
+    def load(self, path: Path, seeded: bool) -> History:
+        extra = load_checkpoint(path)
+        if "history" not in extra or "seeds" not in extra:
+            raise CheckpointError(f"{path} was not saved by `train`; load it with `load_checkpoint`")
+        ours: dict[str, Any] = {**self._settings, **({"seed": self.seeds} if seeded else {})}
+        theirs = {**extra["settings"], "seed": extra["seeds"]}
+        for name, value in ours.items():
+            if theirs.get(name) != value:
+                raise CheckpointError(
+                    f"{path} is of a run with {name} = {theirs.get(name)}, this one has {value}: give the same, or "
+                    "resume=False to start afresh"
+                )
+        load_checkpoint(path, **self._states)
+        self.seeds = list(extra["seeds"])
+        set_random_state(extra["random"], self._device)
+        if self._generator is not None and "generator" in extra:
+            self._generator.set_state(extra["generator"])
+        return History.from_dict(extra["history"])
+
+
+def _model(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> nn.Module:
+    if model is not None:
+        return model
+    if isinstance(optimizer, NoisyOptimizer):
+        return optimizer.model
+    raise ValueError(f"a {type(optimizer).__name__} does not know its model: give `model` and `step`")
+
+
+def _noisy_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> Step:
+    if not isinstance(optimizer, NoisyOptimizer):
+        raise ValueError(
+            f"a {type(optimizer).__name__} does not know its loss: give `step`, a function from a batch (x, y) to the "
+            "loss that also makes the step"
+        )
+    noisy = optimizer
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return noisy.step(lambda: (model(x), y))
+
+    return step
+
+
+def _batches(
+    data: Data,
+    batch_size: int | None,
+    replicas: Sequence[int],
+    shuffle: bool,
+    drop_last: bool,
+    device: torch.device,
+) -> TensorBatches | LoaderBatches:
+    if isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
+        x, y = data
+        for name, tensor in (("x", x), ("y", y)):
+            if tensor.device != device:
+                raise ValueError(f"{name} is on {tensor.device}, the model on {device}: move the data there once")
+        return TensorBatches(x, y, batch_size=batch_size, replicas=replicas, shuffle=shuffle, drop_last=drop_last)
+    if batch_size is not None or drop_last or not shuffle:
+        raise ValueError(
+            "batch_size, shuffle and drop_last are for a pair of tensors; a loader has its own: set them there"
+        )
+    if not hasattr(data, "__iter__"):
+        raise ValueError(f"data must be a pair of tensors (x, y) or an iterable of such; got {type(data).__name__}")
+    return LoaderBatches(data, device, len(replicas))
+
+
+def _seeds(seed: int | Sequence[int] | None, replicas: Sequence[int]) -> list[int]:
+    count = max(1, torch.Size(replicas).numel())
+    if seed is None:
+        seed = int(torch.randint(2**62, ()).item())
+    seeds = [seed + index for index in range(count)] if isinstance(seed, int) else [int(value) for value in seed]
+    if len(seeds) != count or min(seeds) < 0:
+        raise ValueError(f"seed must be an integer of at least 0, or {count} of them, one per replica; got {seed!r}")
+    return seeds
