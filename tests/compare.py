@@ -116,3 +116,12 @@ def compare_optimizers(a: Any, b: Any, tolerance: float = 0.0, *, but: tuple[str
     """Two optimisers and their models are equal in everything: bit for bit, or within `tolerance`."""
     found = differences(snapshot(a), snapshot(b), tolerance, but=but)
     assert not found, found
+
+
+def steady(kind: type[ng.NoisyOptimizer]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Options under which rounding cannot turn the draws, and what of the factors it may turn.
+
+    The roots of the block-tridiagonal family hold eigenvectors, whose signs follow the last digit: its draws are then
+    others of the same distribution. Its steps are not touched.
+    """
+    return ({"noise": False}, ("stepper.left", "stepper.right")) if kind is ng.NoisyBlockTridiagonal else ({}, ())

@@ -15,17 +15,9 @@ from compare import (
     make,
     mlp,
     snapshot,
+    steady,
     train,
 )
-
-
-def steady(kind):
-    """Options under which rounding cannot turn the draws, and what of the factors it may turn.
-
-    The roots of the block-tridiagonal family hold eigenvectors, whose signs follow the last digit: its draws are then
-    others of the same distribution. Its steps are not touched.
-    """
-    return ({"noise": False}, ("stepper.left", "stepper.right")) if kind is ng.NoisyBlockTridiagonal else ({}, ())
 
 
 @each_optimizer

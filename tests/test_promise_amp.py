@@ -15,6 +15,7 @@ from compare import (
     make,
     mlp,
     snapshot,
+    steady,
     train,
 )
 
@@ -52,12 +53,13 @@ def test_autocast_gives_float32_statistics_close_to_the_exact_ones(kind):
     for x, y in data:
         explicit_step(plain, models[0], x, y)
         assert explicit_step(narrow, models[1], x, y, autocast=True).dtype == torch.bfloat16
+    gaps = []
     for name, mine in narrow.factors.statistics.items():
         for part, tensor in mine.tensors().items():
             theirs = plain.factors.statistics[name].tensors()[part]
             assert tensor.dtype == torch.float32
-            gap = (tensor - theirs).norm() / theirs.norm()
-            assert 0 < gap < 0.02, (name, part)
+            gaps.append(float((tensor - theirs).norm() / theirs.norm()))
+    assert 0 < max(gaps) < 0.02
 
 
 @each_optimizer
@@ -66,13 +68,14 @@ def test_autocast_gives_float32_statistics_close_to_the_exact_ones(kind):
 def test_a_scaler_changes_nothing(kind, clip, autocast):
     data = batches(4, dtype=torch.float32)
     models = [mlp(dtype=torch.float32), mlp(dtype=torch.float32)]
-    plain, scaled = (make(kind, model, kl_clip=0.1, factor_every=2) for model in models)
+    options, turned = steady(kind)
+    plain, scaled = (make(kind, model, kl_clip=0.1, factor_every=2, **options) for model in models)
     scaler = scaler_of()
     for x, y in data:
         explicit_step(plain, models[0], x, y, autocast=autocast, clip=clip)
         explicit_step(scaled, models[1], x, y, scaler, autocast=autocast, clip=clip)
     # A power of two scales without rounding; what is left is the order in which the step is multiplied.
-    compare_optimizers(plain, scaled, 2e-5)
+    compare_optimizers(plain, scaled, 2e-5, but=turned)
     assert not hasattr(scaled, "grad_scale")
 
 
@@ -154,10 +157,10 @@ def test_small_steps_add_up_in_a_bf16_model():
     ((x, y),) = batches(1, size=16, dtype=torch.float32)
     models = [mlp(dtype=torch.bfloat16), mlp(dtype=torch.bfloat16)]
     narrow, still = (
-        make(ng.NoisyAdam, model, noise=False, lr=lr) for model, lr in zip(models, (1e-4, 1e-9), strict=True)
+        make(ng.NoisyAdam, model, noise=False, lr=lr) for model, lr in zip(models, (3e-4, 1e-9), strict=True)
     )
     for optimizer, model in zip((narrow, still), models, strict=True):
-        train(optimizer, model, [(x.bfloat16(), y)] * 200)
+        train(optimizer, model, [(x.bfloat16(), y)] * 60)
     gap = (narrow.mean.flat - still.mean.flat).abs().max()
     assert gap > 2e-3
     moved = [not torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True)]

@@ -8,12 +8,18 @@ for x, y in loader:
 prediction = optimizer.posterior().predict(x)
 """
 
+from typing import TYPE_CHECKING, Any
+
 from noisygrad import metrics, networks
 from noisygrad.families.factorisation import FactorisationError
 from noisygrad.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
 from noisygrad.optim import NoisyAdam, NoisyBlockTridiagonal, NoisyFull, NoisyKFAC, NoisyOptimizer, NonFiniteError
 from noisygrad.posterior import Posterior, load_posterior
 from noisygrad.predictions import Prediction
+from noisygrad.training import train
+
+if TYPE_CHECKING:
+    from noisygrad.estimators import NoisyClassifier, NoisyRegressor
 
 __version__ = "0.1.0"
 
@@ -26,9 +32,11 @@ __all__ = [
     "Likelihood",
     "NoisyAdam",
     "NoisyBlockTridiagonal",
+    "NoisyClassifier",
     "NoisyFull",
     "NoisyKFAC",
     "NoisyOptimizer",
+    "NoisyRegressor",
     "NonFiniteError",
     "Poisson",
     "Posterior",
@@ -36,4 +44,14 @@ __all__ = [
     "load_posterior",
     "metrics",
     "networks",
+    "train",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The estimators, when they are first asked for: scikit-learn takes a while to import."""
+    if name in {"NoisyClassifier", "NoisyRegressor"}:
+        from noisygrad import estimators
+
+        return getattr(estimators, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -35,7 +35,6 @@ class MLP(nn.Module):
         generator: Source of the initial weights; the global one by default.
 
     Shapes: `[..., inputs]` to `[..., outputs]`.
-
     """
 
     def __init__(
@@ -79,7 +78,6 @@ class ReplicatedLinear(nn.Module):
     Shapes: weight `[*replicas, out_features, in_features]`, bias `[*replicas, out_features]`. An input
     `[*replicas, batch, in_features]` gives `[*replicas, batch, out_features]`; an input `[batch, in_features]` is shown
     to every replica.
-
     """
 
     def __init__(
@@ -156,7 +154,6 @@ class ReplicatedMLP(nn.Module):
             `MLP(..., generator=generators[i])` would.
 
     Shapes: `[*replicas, batch, inputs]`, or `[batch, inputs]` for all, to `[*replicas, batch, outputs]`.
-
     """
 
     def __init__(
@@ -226,7 +223,6 @@ class VGG16(nn.Module):
         generator: Source of the initial weights; the global one by default.
 
     Shapes: `[batch, 3, 32, 32]` to `[batch, classes]`.
-
     """
 
     GROUPS = ((32, 32), (64, 64), (128, 128, 128), (256, 256, 256), (256, 256, 256))
@@ -275,7 +271,6 @@ class ConvNet(nn.Module):
         generator: Source of the initial weights; the global one by default.
 
     Shapes: `[batch, channels, image_size, image_size]` to `[batch, classes]`.
-
     """
 
     def __init__(

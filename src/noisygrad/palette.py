@@ -19,7 +19,7 @@ BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072b2", "#e69f00", "#009e73", "
 _NAMED = {"point": "#7d8794", "diagonal": ORANGE, "kronecker": BLUE, "tridiagonal": GREEN, "full": PURPLE}
 _OTHERS = (SKY, VERMILION, BLUE, ORANGE, GREEN, PURPLE)
 HEAT = LinearSegmentedColormap.from_list(
-    "noisygrad", ["#f4f7fa", "#bcd9ec", "#5fa8d3", "#1f6fa8", "#0b3c66", "#061d36"]
+    "noisygrad", ["#f4f7fa", "#bcd9ec", "#5fa8d3", "#1f6fa8", "#0b3c66", "#061d36"], N=24
 )
 
 _STYLE: dict[Any, Any] = {

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from noisygrad.palette import HEAT, INK, MUTED, SURFACE, VERMILION, colour_of, styled
-from noisygrad.predictions import Prediction
+from noisygrad.predictions import Prediction, RegressionPrediction
 
 Array: TypeAlias = NDArray[Any]
 Values: TypeAlias = Tensor | Array | Sequence[float]
@@ -84,7 +85,6 @@ def predictive_intervals(
         target: What was observed, one number per example.
         label: Name and unit of the target.
         levels: Probability of the inner and the outer interval. Points outside the outer one are marked.
-
     """
     named = _named(predictions)
     inner, outer = levels
@@ -94,11 +94,14 @@ def predictive_intervals(
         observed = _flat(target, mean.size, "target")
         order = np.argsort(mean, kind="stable")
         rank, colour = np.arange(mean.size), colour_of(name or "kronecker", index)
-        width = max(0.8, min(6.0, 330.0 / mean.size))
         low, high = _interval(prediction, outer)
-        for level, shade in ((outer, 0.22), (inner, 0.5)):
-            bottom, top = _interval(prediction, level)
-            axes.vlines(rank, bottom[order], top[order], color=colour, alpha=shade, lw=width, label=_percent(level))
+        for level, shade, (bottom, top) in (
+            (outer, 0.22, (low, high)),
+            (inner, 0.38, _interval(prediction, inner)),
+        ):
+            axes.fill_between(
+                rank, bottom[order], top[order], step="mid", color=colour, alpha=shade, lw=0, label=_percent(level)
+            )
         axes.plot(rank, mean[order], color=colour, lw=1.8, label="mean")
         inside = ((observed >= low) & (observed <= high))[order]
         dots = observed[order]
@@ -136,7 +139,6 @@ def function_bands(
         truth: The function that made the data, at `x`.
         levels: Probability of the inner and the outer band.
         columns: Panels in a row.
-
     """
     named = _named(predictions)
     figure, grid = _panels(len(named), 8.6 if len(named) == 1 else 3.3, 3.4, columns)
@@ -171,7 +173,6 @@ def reliability_diagram(probabilities: Values | Mapping[str, Values], labels: Va
         probabilities: Class probabilities `[examples, classes]`, or several such by name.
         labels: The true classes.
         bins: Number of bins of confidence.
-
     """
     if bins < 1:
         raise ValueError(f"bins must be at least 1; got {bins}")
@@ -228,25 +229,29 @@ def _reliability(probs: Array, labels: Array, edges: Array) -> tuple[Array, Arra
 
 @styled
 def coverage_plot(
-    predictions: Prediction | Mapping[str, Prediction], target: Values, *, levels: Sequence[float] | None = None
+    predictions: RegressionPrediction | Mapping[str, RegressionPrediction],
+    target: Values,
+    *,
+    levels: Sequence[float] | None = None,
 ) -> Figure:
     """Nominal against observed coverage of central intervals; the grey band is what chance allows (95 %).
 
     The band is that of independent examples under a perfectly calibrated prediction, level by level.
     """
     named = _named(predictions)
-    nominal = np.linspace(0.05, 0.95, 19) if levels is None else np.asarray(levels, dtype=np.float64)
-    figure = Figure(figsize=(5.6, 4.8), layout="constrained")
+    nominal = np.linspace(0.02, 0.98, 49) if levels is None else np.asarray(levels, dtype=np.float64)
+    figure = Figure(figsize=(6.4, 4.9), layout="constrained")
     axes = figure.subplots()
+    axes.plot([0, 1], [0, 1], color=MUTED, lw=1.2, ls=(0, (4, 3)), label="calibrated")
     for index, (name, prediction) in enumerate(named.items()):
-        observed = _flat(target, array(prediction.mean).size, "target")
+        observed = torch.as_tensor(array(target)).reshape(prediction.target_shape)
         if index == 0:
-            margin = 1.96 * np.sqrt(nominal * (1 - nominal) / observed.size)
+            margin = 1.96 * np.sqrt(nominal * (1 - nominal) / observed.numel())
             low, high = np.maximum(nominal - margin, 0), np.minimum(nominal + margin, 1)
             axes.fill_between(nominal, low, high, color=MUTED, alpha=0.16, lw=0, label="chance (95 %)")
-            axes.plot([0, 1], [0, 1], color=MUTED, lw=1.2, ls=(0, (4, 3)), label="calibrated")
-        ends = [_interval(prediction, float(level)) for level in nominal]
-        covered = [float(((observed >= low) & (observed <= high)).mean()) for low, high in ends]
+        # A value is in the central interval of probability p when its own quantile is within p/2 of the median.
+        needed = np.abs(2 * array(prediction.cdf(observed)).reshape(-1) - 1)
+        covered = [float((needed <= level).mean()) for level in nominal]
         axes.plot(nominal, covered, color=colour_of(name or "kronecker", index), label=name or "observed")
     axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="probability of the interval", ylabel="share of values inside")
     axes.set_title("Below the diagonal: too sure")
@@ -267,9 +272,8 @@ def precision_matrices(
         matrices: Square precision matrices by name.
         layers: Number of weights of each layer by name, in the order of the matrices; marks the layers' bounds.
         columns: Panels in a row.
-
     """
-    figure, grid = _panels(len(matrices), 3.5, 3.7, columns)
+    figure, grid = _panels(len(matrices), 3.6, 3.5, columns)
     image = None
     for axes, (name, matrix) in zip(grid, matrices.items(), strict=True):
         normalised = _normalised(array(matrix), name)
@@ -286,7 +290,7 @@ def precision_matrices(
         if layers is not None:
             _mark_layers(axes, layers, size)
     if image is not None:
-        bar = figure.colorbar(image, ax=grid, shrink=0.8, pad=0.015, aspect=28, ticks=[0, 0.05, 0.2, 0.5, 1])
+        bar = figure.colorbar(image, ax=grid, shrink=0.7, pad=0.02, aspect=30, ticks=[0, 0.05, 0.2, 0.5, 1])
         bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         bar.set_label("normalised precision, square-root scale")
         bar.outline.set_visible(False)

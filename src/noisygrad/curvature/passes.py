@@ -16,8 +16,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-CHUNK = 1 << 24
-"""Per-example gradients are formed for at most this many numbers at a time."""
+CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}
+"""Per-example gradients are formed for at most this many numbers at a time: what fits a cache, or keeps a GPU busy."""
 
 
 class Pass(ABC):
@@ -66,6 +66,12 @@ class MatrixPass(Pass):
         """Per-example gradients of W, `[..., B, out, in]`, and of b, `[..., B, out]`."""
         return gradients.mT @ activations, gradients.sum(dim=-2)
 
+    def _summed_squares(self, activations: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """Over the batch, the sums of the squares of the per-example gradients of W and of b."""
+        weight, bias = self._per_example(activations, gradients)
+        # A norm is one pass over the large tensor where square and sum would be two.
+        return torch.linalg.vector_norm(weight, dim=-3).square(), torch.linalg.vector_norm(bias, dim=-2).square()
+
     def squares(self) -> Tensor:
         batch, positions = self.activations.shape[-3:-1]
         if positions == 1:
@@ -73,11 +79,10 @@ class MatrixPass(Pass):
             inputs, outputs = self.activations.squeeze(-2).square(), self.gradients.squeeze(-2).square()
             return self._flat(outputs.mT @ inputs, outputs.sum(dim=-2)) / batch
         per_example = self.activations[..., :1, :1, :].numel() * self.gradients.shape[-1]
-        size = max(1, CHUNK // max(1, per_example))
-        weight, bias = (torch.zeros((), device=self.gradients.device) for _ in range(2))
-        for a, g in zip(self.activations.split(size, dim=-3), self.gradients.split(size, dim=-3), strict=True):
-            w, b = self._per_example(a, g)
-            weight, bias = weight + w.square().sum(dim=-3), bias + b.square().sum(dim=-2)
+        size = max(1, CHUNK.get(self.gradients.device.type, 1 << 24) // max(1, per_example))
+        chunks = zip(self.activations.split(size, dim=-3), self.gradients.split(size, dim=-3), strict=True)
+        weights, biases = zip(*(self._summed_squares(*chunk) for chunk in chunks), strict=True)
+        weight, bias = (parts[0] if len(parts) == 1 else torch.stack(parts).sum(0) for parts in (weights, biases))
         return self._flat(weight, bias) / batch
 
     @classmethod
@@ -143,7 +148,7 @@ class EmbeddingPass(Pass):
         batch, _, features = self.gradients.shape
         keys, order = self._keys().sort()
         segment = torch.cat([keys.new_zeros(1), (keys.diff() != 0).cumsum(0)])
-        summed = torch.zeros_like(self.gradients).view(-1, features)
+        summed = self.gradients.new_zeros(len(keys), features)
         summed.index_add_(0, segment, self.gradients.reshape(-1, features)[order])
         entry = torch.zeros_like(keys).index_copy_(0, segment, keys % self.entries)
         table = summed.new_zeros(self.entries, features).index_add_(0, entry, summed.square())

@@ -67,7 +67,6 @@ class Statistics(base.Statistics):
 
         Raises:
             FactorisationError: P is not finite or not positive definite.
-
         """
         del mode
         if prior.diagonal:

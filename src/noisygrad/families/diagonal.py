@@ -64,7 +64,6 @@ class Statistics(base.Statistics):
 
         Raises:
             FactorisationError: an entry of P is not finite or not above 0.
-
         """
         del mode
         diagonal = self.fisher + prior.precision + damping

@@ -19,7 +19,6 @@ class FactorisationError(ArithmeticError):
 
     Attributes:
         condition: its condition number; NaN where the matrix itself is not finite.
-
     """
 
     def __init__(self, message: str, condition: float = math.nan) -> None:
@@ -70,7 +69,6 @@ def inverse_root(matrix: Tensor, floor: Tensor | float) -> tuple[Tensor, Tensor]
     Raises:
         FactorisationError: entries are not finite, or the matrix is singular and no floor repairs it. While a CUDA
             graph is captured nothing can be checked, and the caller has to mask what is not finite.
-
     """
     cholesky: Tensor
     info: Tensor
@@ -118,7 +116,6 @@ def symmetric_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
     Raises:
         FactorisationError: entries are not finite, or `eigh` does not converge even in float64.
-
     """
     try:
         eigenvalues, vectors = _eigh(matrix)

@@ -20,7 +20,6 @@ def kl_divergence(precision: Precision, prior: Prior, difference: Tensor, scale:
         prior: Γ, of the same family as P.
         difference: μ − m, `[..., n]`.
         scale: N/λ.
-
     """
     size = difference.shape[-1]
     # The λ/N of both covariances cancels everywhere but in the quadratic form.

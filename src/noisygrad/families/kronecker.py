@@ -29,7 +29,6 @@ def second_moment(left: Tensor, right: Tensor, left_constant: bool, right_consta
 
     Returns:
         `[..., p + left_constant, q + right_constant]`.
-
     """
     rows = left.shape[-3] * left.shape[-2]
     moment = left.flatten(-3, -2).mT @ right.flatten(-3, -2) / rows
@@ -198,7 +197,6 @@ class Statistics(base.Statistics):
 
         Raises:
             FactorisationError: a factor is not finite or, after damping, not positive definite.
-
         """
         prior = with_damping(prior, damping)
         return self._factorise_exactly(prior) if mode == "exact" else self._factorise_factors(prior)
@@ -225,7 +223,7 @@ class Statistics(base.Statistics):
         spectrum = s[..., :, None] * a[..., None, :] + 1.0
         logdet = a.shape[-1] * logdet_s + s.shape[-1] * logdet_a + spectrum.log().sum((-2, -1))
         terms = (self.outputs, self.inputs, *prior.matrices())
-        return Precision(root_s @ left, root_a @ right, spectrum, None, None, terms, logdet)
+        return Precision(root_s @ left, root_a @ right, spectrum, None, None, terms, logdet, left, right)
 
 
 @dataclasses.dataclass
@@ -233,7 +231,7 @@ class Precision(base.Precision):
     """P⁻¹ = (U ⊗ V) diag(1/R) (U ⊗ V)ᵀ with U = `left`, V = `right` and R = `spectrum` (None where it is all ones).
 
     `inverse_left` and `inverse_right` are U Uᵀ and V Vᵀ (factored damping only). `terms` are (S₁, A₁[, S₂, A₂]) with
-    P = Σ Sᵢ ⊗ Aᵢ.
+    P = Σ Sᵢ ⊗ Aᵢ. Where U and V hold eigenvectors, the bases are those: see `in_eigenbasis`.
     """
 
     left: Tensor
@@ -243,6 +241,8 @@ class Precision(base.Precision):
     inverse_right: Tensor | None
     terms: tuple[Tensor, ...]
     log_determinant: Tensor
+    left_basis: Tensor | None = None
+    right_basis: Tensor | None = None
 
     def without_terms(self) -> Self:
         """A copy that can only solve, sample and take traces: half the memory, for caches used at every step."""
@@ -258,9 +258,10 @@ class Precision(base.Precision):
         return (self.left @ rotated @ self.right.mT).flatten(-2)
 
     def sample(self, noise: Tensor) -> Tensor:
-        """U (Z / √R) Vᵀ."""
+        """U (Z / √R) Vᵀ, with Z brought into the eigenbasis."""
         matrix = self._matrix(noise)
-        matrix = matrix if self.spectrum is None else matrix * self.spectrum.rsqrt()
+        if self.spectrum is not None and self.left_basis is not None and self.right_basis is not None:
+            matrix = in_eigenbasis(matrix, self.left_basis, self.right_basis) * self.spectrum.rsqrt()
         return (self.left @ matrix @ self.right.mT).flatten(-2)
 
     def quad(self, vector: Tensor) -> Tensor:
@@ -313,6 +314,14 @@ class Precision(base.Precision):
         if not self.terms:
             raise RuntimeError("this Precision was stripped by without_terms(); use the original for quad and to_dense")
         return list(zip(self.terms[::2], self.terms[1::2], strict=True))
+
+
+def in_eigenbasis(noise: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """E_Sᵀ Z E_A: as standard normal as Z, and it makes the square root independent of the choice of eigenvectors.
+
+    Their signs, and their directions where eigenvalues are equal, hang on rounding; a draw should not.
+    """
+    return left.mT @ noise @ right
 
 
 def kronecker_product(left: Tensor, right: Tensor) -> Tensor:

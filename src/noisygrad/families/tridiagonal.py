@@ -24,7 +24,7 @@ from torch import Tensor
 from noisygrad.families import base, kronecker
 from noisygrad.families.base import DampingMode
 from noisygrad.families.factorisation import inverse_root, rounding_floor, symmetric_eigh
-from noisygrad.families.kronecker import congruence_diagonal, damped_factors, second_moment
+from noisygrad.families.kronecker import congruence_diagonal, damped_factors, in_eigenbasis, second_moment
 
 
 @dataclasses.dataclass
@@ -132,7 +132,6 @@ class Statistics(base.Statistics):
             gradients: one per layer.
             constants: whether the layer has a bias, that is, an input of constant 1.
             coupled: for each consecutive pair, whether its coupling is measured (T must agree) or left at zero.
-
         """
         layers = [
             kronecker.Statistics.measure(a, g, c) for a, g, c in zip(activations, gradients, constants, strict=True)
@@ -153,10 +152,7 @@ class Statistics(base.Statistics):
     def factorise(self, prior: Prior, damping: float = 0.0, mode: DampingMode = "factored") -> Precision:
         """P with the blocks of F + Γ + γ_ex I, each damped by equation (11); couplings in proportion.
 
-        Raises:
-            ValueError: exact damping is asked; a sum of Kronecker products cannot be chained.
-            FactorisationError: a factor is not finite or, after damping, not positive definite.
-
+        Raises ValueError for exact damping: a sum of Kronecker products cannot be chained.
         """
         if mode == "exact":
             raise ValueError(
@@ -206,6 +202,8 @@ class Precision(base.Precision):
     left: tuple[Tensor, ...]
     right: tuple[Tensor, ...]
     spectrum: tuple[Tensor, ...]
+    left_basis: tuple[Tensor, ...]
+    right_basis: tuple[Tensor, ...]
     log_determinant: Tensor
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
@@ -232,7 +230,10 @@ class Precision(base.Precision):
 
         Drawing the top layer and then each lower one given the one above would have covariance P, not P⁻¹.
         """
-        layers = zip(self._split(noise), self.left, self.right, self.spectrum, strict=True)
+        parts = self._split(noise)
+        for i, bases in enumerate(zip(self.left_basis, self.right_basis, strict=True)):
+            parts[i] = in_eigenbasis(parts[i], *bases)
+        layers = zip(parts, self.left, self.right, self.spectrum, strict=True)
         return self._bottom_up([left @ (part * r.rsqrt()) @ right.mT for part, left, right, r in layers])
 
     def times(self, vector: Tensor) -> Tensor:
@@ -324,29 +325,28 @@ def _factorise_blocks(blocks: Statistics | Prior, floors: Sequence[tuple[Tensor,
     """Ξ and Λ from damped blocks, by Cholesky and one `eigh` for each side of each coupling."""
     roots_a = [inverse_root(a, floor) for a, (floor, _) in zip(blocks.inputs, floors, strict=True)]
     roots_s = [inverse_root(s, floor) for s, (_, floor) in zip(blocks.outputs, floors, strict=True)]
-    psi_a, psi_s, left, right, spectra = [], [], [], [], []
+    lists: list[list[Tensor]] = [[] for _ in range(7)]
+    psi_a, psi_s, left, right, spectra, bases_s, bases_a = lists
     total = torch.zeros_like(roots_a[0][1])
     for i, ((root_a, logdet_a), (root_s, logdet_s)) in enumerate(zip(roots_a, roots_s, strict=True)):
         total = total + root_a.shape[-1] * logdet_s + root_s.shape[-1] * logdet_a
         if i + 1 < len(roots_a):
-            s1, k1, psi = _correlate(root_a, blocks.cross_inputs[i], roots_a[i + 1][0])
-            psi_a.append(psi)
-            s2, k2, psi = _correlate(root_s, blocks.cross_outputs[i], roots_s[i + 1][0])
-            psi_s.append(psi)
-            spectrum = 1.0 - s2[..., :, None] * s1[..., None, :]
+            s1 = _correlate(root_a, blocks.cross_inputs[i], roots_a[i + 1][0], bases_a, psi_a)
+            s2 = _correlate(root_s, blocks.cross_outputs[i], roots_s[i + 1][0], bases_s, psi_s)
+            spectra.append(1.0 - s2[..., :, None] * s1[..., None, :])
         else:
-            k1, k2 = root_a, root_s
-            spectrum = torch.ones_like(root_s[..., :, :1] * root_a[..., :1, :])
-        left.append(k2)
-        right.append(k1)
-        spectra.append(spectrum)
-        total = total + spectrum.log().sum((-2, -1))
+            spectra.append(torch.ones_like(root_s[..., :, :1] * root_a[..., :1, :]))
+        left.append(root_s @ bases_s[i] if i < len(bases_s) else root_s)
+        right.append(root_a @ bases_a[i] if i < len(bases_a) else root_a)
+        total = total + spectra[-1].log().sum((-2, -1))
     return Precision(
         psi_inputs=tuple(psi_a),
         psi_outputs=tuple(psi_s),
         left=tuple(left),
         right=tuple(right),
         spectrum=tuple(spectra),
+        left_basis=tuple(bases_s),
+        right_basis=tuple(bases_a),
         log_determinant=total,
         inputs=blocks.inputs,
         outputs=blocks.outputs,
@@ -355,16 +355,18 @@ def _factorise_blocks(blocks: Statistics | Prior, floors: Sequence[tuple[Tensor,
     )
 
 
-def _correlate(root: Tensor, cross: Tensor, next_root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(squared canonical correlations s, basis K = root E, Ψ) of one side of a coupling.
+def _correlate(root: Tensor, cross: Tensor, next_root: Tensor, bases: list[Tensor], psis: list[Tensor]) -> Tensor:
+    """Squared canonical correlations s of one side of a coupling; its basis E and its Ψ are appended to the lists.
 
     With C = rootᵀ cross next_root, the whitened coupling, C Cᵀ = E diag(s) Eᵀ and Ψ = cross · next_root next_rootᵀ.
     """
     half = cross @ next_root
     whitened = root.mT @ half
     s, basis = symmetric_eigh(whitened @ whitened.mT)
+    bases.append(basis)
+    psis.append(half @ next_root.mT)
     # Damping keeps every correlation below 1; rounding may not.
-    return s.clamp(max=1.0 - torch.finfo(s.dtype).eps), root @ basis, half @ next_root.mT
+    return s.clamp(max=1.0 - torch.finfo(s.dtype).eps)
 
 
 def _cross_moment(left: Tensor, right: Tensor, left_constant: bool, right_constant: bool, coupled: bool) -> Tensor:

@@ -25,9 +25,11 @@ from noisygrad.optim.draws import Draw, Pending
 from noisygrad.optim.factors import Factors
 from noisygrad.optim.finite import FiniteGuard
 from noisygrad.optim.generators import make_generators, undone_on_failure
-from noisygrad.optim.mean import MeanStep
+from noisygrad.optim.graphs import Replays
+from noisygrad.optim.mean import MeanStep, Numbers
 from noisygrad.optim.options import FisherPass, MomentumMode, Options, Schedule, checked_group
 from noisygrad.optim.state import load_state, save_state
+from noisygrad.optim.stepping import apply_step, dampings
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import Coverage, Family, build_structure
@@ -127,7 +129,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self.factors = Factors(
             self.structure, self.priors.scaled(kl_weight / num_data), damping_mode, self.ranks, self.dtype, self.device
         )
-        self.factors.refresh(self._dampings())
+        self.factors.refresh(dampings(self))
         self._others = [
             (unit, self.structure.parameters[unit.slots[0].parameter])
             for unit in self.structure.units
@@ -135,6 +137,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
         ]
         self._layers = self.structure.layers
         self.guard = FiniteGuard(self.structure, self.device)
+        self._replays = Replays(self.device)
+        self._numbers = Numbers(self.mean.flat)
         self._steps = 0
         self._in_draw = self._in_closure = False
         self._same_draw = same_draw_on_all_ranks
@@ -182,14 +186,14 @@ class NoisyOptimizer(torch.optim.Optimizer):
         pending = self._pending
         if pending.draws == 0:
             raise RuntimeError("step() has nothing to work with: no sampled() context was entered since the last step")
-        if pending.expected_statistics and not pending.statistics:
+        if pending.expected_statistics and pending.calls == 0:
             raise RuntimeError(
                 "this step was due to take statistics, but no loss was computed by draw.nll(output, target): the "
                 "Fisher, and so the width of the posterior, would be wrong"
             )
         loss = None if pending.loss is None or closure is None else pending.loss / pending.calls
         try:
-            self._apply(self._steps + 1)
+            apply_step(self, self._steps + 1)
         except BaseException:
             for name in ("grad_scale", "found_inf"):  # a GradScaler's, which takes them away after a success only
                 vars(self).pop(name, None)
@@ -283,9 +287,15 @@ class NoisyOptimizer(torch.optim.Optimizer):
         rows = self._noise.view(len(self.generators), -1)
         for row, generator in zip(rows, self.generators, strict=True):
             row.normal_(generator=generator)
-        spread = self.factors.sample(self._noise)
-        torch.add(self.mean.flat, spread, alpha=self._scale, out=self._sample.flat)
+        self._replays.run("draw", self._memory(), self._perturb)
+
+    def _perturb(self) -> None:
+        torch.add(self.mean.flat, self.factors.sample(self._noise), alpha=self._scale, out=self._sample.flat)
         self._sample.write_parameters_()
+
+    def _memory(self) -> tuple[int, ...]:
+        """Changes whenever factors or parameters have moved to another place of memory."""
+        return (self.factors.generation, self.structure.generation)
 
     def _read_mean(self) -> None:
         """The parameters are the mean; the digits that narrow parameters cannot hold are kept as long as they agree."""
@@ -334,53 +344,6 @@ class NoisyOptimizer(torch.optim.Optimizer):
         batch = output.shape[len(self.likelihood.replicas)]
         for one in passes:
             self._pending.add_statistics(self.structure.blocks, one, batch / len(passes))
-
-    # ---------------------------------------------------------------- stepping
-
-    def _apply(self, step: int) -> None:
-        """One step of Algorithm 1 or 2: Fisher, factors, mean, observation noise."""
-        pending, options = self._pending, self.options
-        decay, clip = options.decay_at(step), options.clip_at(step)
-        pending.sum_over(self.ranks, self.factors.statistics)
-        gradient = self._mean_gradient()
-        mask = self.guard.watch(gradient, pending.statistics, getattr(self, "found_inf", None))
-        if pending.statistics:
-            self.factors.update(pending.statistics, pending.examples, decay, mask)
-        if options.factors_due(step):
-            self.guard.check()
-            self.factors.refresh(self._dampings())
-        self.mean_step.move_(self.mean.flat, gradient, self.factors.solve, self._groups_with_parts(), clip, mask)
-        self.mean.write_parameters_()
-        if pending.noise is not None:
-            self._update_noise(pending.noise / pending.noise_examples, mask)
-
-    def _mean_gradient(self) -> Tensor:
-        """∇ of the mean loss plus Γ (w − m₀), at the sampled weights, averaged over draws."""
-        pending = self._pending
-        self._gradient.read_gradients_()
-        gradient = self._gradient.flat
-        scale = getattr(self, "grad_scale", None)
-        if scale is not None:
-            gradient.div_(scale)
-        if (count := pending.calls or pending.draws) > 1:
-            gradient.div_(count)
-        return self.factors.add_prior_gradient_(gradient, pending.mean_weights() - self.priors.mean)
-
-    def _update_noise(self, statistic: Tensor, mask: Tensor | None) -> None:
-        likelihood = self.likelihood
-        before = [buffer.clone() for buffer in likelihood.buffers()] if mask is not None else []
-        likelihood.update_noise_(statistic, self.options.num_data, self.options.kl_weight)
-        if mask is not None:
-            for buffer, old in zip(likelihood.buffers(), before, strict=True):
-                buffer.copy_(torch.where(mask > 0, buffer, old))
-
-    def _groups_with_parts(self) -> list[tuple[dict[str, Any], slice]]:
-        return list(zip(self.param_groups, self._parts, strict=True))
-
-    def _dampings(self) -> dict[int, float]:
-        return {index: group["damping"] for index, group in zip(self._used, self.param_groups, strict=True)}
-
-    # ---------------------------------------------------------------- construction
 
     def _zeros(self) -> FlatWeights:
         return FlatWeights.zeros(self.structure, self.dtype, self.device)

@@ -43,7 +43,7 @@ def _evaluate_once(optimizer: NoisyOptimizer, closure: Closure) -> None:
         warnings.warn(
             "the closure returned a loss, not (output, target): the Fisher is then the empirical one, which is a worse "
             "approximation. Return (model(x), y) for the true Fisher",
-            stacklevel=6,
+            stacklevel=7,
         )
         if all(gradient is None for gradient in _gradients(optimizer)):
             raise RuntimeError("the closure returned a loss without having called backward() on it")

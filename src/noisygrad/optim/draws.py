@@ -16,7 +16,7 @@ from noisygrad.posterior.structure import Block
 
 @dataclass
 class Pending:
-    """Sums over the draws since the last step; divided only when the step is made."""
+    """What the draws since the last step have left."""
 
     weights: Tensor | None = None
     """Σ over draws of the sampled weights, a flat vector."""
@@ -25,9 +25,9 @@ class Pending:
     """How many losses were computed: the gradient is the mean over them."""
     loss: Tensor | None = None
     statistics: dict[str, Statistics] = field(default_factory=dict)
-    """Σ over passes of batch size × moments, by block."""
+    """The mean over examples of the moments, by block."""
     examples: dict[str, float | Tensor] = field(default_factory=dict)
-    """How many examples each of them sums over: a tensor once summed over ranks."""
+    """How many examples each of them stands for: a tensor once averaged over ranks."""
     noise: Tensor | None = None
     """Σ over losses of batch size × the likelihood's own statistic."""
     noise_examples: float | Tensor = 0.0
@@ -61,11 +61,15 @@ class Pending:
             self.statistics = {n: self.statistics.get(n, s.map(torch.zeros_like)) for n, s in statistics.items()}
             self.examples = {n: self.weights.new_tensor(self.examples.get(n, 0.0)) for n in statistics}
         self.noise_examples = self.weights.new_tensor(self.noise_examples)
+        counts = {name: count for name, count in self.examples.items() if isinstance(count, Tensor)}
+        for name, count in counts.items():
+            self.statistics[name] = self.statistics[name].map(lambda tensor, count=count: tensor * count)
         sums = [tensor for s in self.statistics.values() for tensor in s.tensors().values()]
-        sums += [count for count in self.examples.values() if isinstance(count, Tensor)]
         noise = [] if self.noise is None else [self.noise]
-        ranks.sum_([self.weights, *sums, self.noise_examples, *noise])
+        ranks.sum_([self.weights, *sums, *counts.values(), self.noise_examples, *noise])
         self.weights /= ranks.size
+        for name, count in counts.items():
+            self.statistics[name] = self.statistics[name].map(lambda t, count=count: t / count.clamp_min(1e-30))
 
     @torch.no_grad()
     def add_statistics(self, blocks: Sequence[Block], passes: Mapping[str, Pass], weight: float) -> None:
@@ -75,14 +79,10 @@ class Pending:
             if measured is None:
                 continue
             if block.name not in self.statistics:
-                self.statistics[block.name] = measured.map(lambda tensor: tensor * weight)
-                self.examples[block.name] = weight
+                self.statistics[block.name], self.examples[block.name] = measured, weight
                 continue
-            for total, new in zip(
-                self.statistics[block.name].tensors().values(), measured.tensors().values(), strict=True
-            ):
-                total.add_(new, alpha=weight)
             self.examples[block.name] += weight
+            self.statistics[block.name].update_(measured, 1.0 - weight / self.examples[block.name])
 
     def add_loss(self, loss: Tensor) -> None:
         """Count one loss; the value is kept for reporting."""

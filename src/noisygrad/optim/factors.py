@@ -41,8 +41,11 @@ class Factors:
     ) -> None:
         self.blocks = structure.blocks
         self.priors = priors
-        self.statistics: dict[str, Statistics] = {b.name: b.identity(dtype, device) for b in self.blocks}
+        self._moments, self.statistics = _joined({b.name: b.identity(dtype, device) for b in self.blocks})
         self.updates = torch.zeros(len(self.blocks), dtype=dtype, device=device)
+        self.generation = 0
+        """Counts how often a block's factors were replaced by others in another place of memory."""
+        self._seen = [0] * len(self.blocks)
         self.cached: dict[str, BlockFactors] = {}
         self.noisy = any(block.noise for block in self.blocks)
         self._mode = damping_mode
@@ -77,34 +80,47 @@ class Factors:
 
     def update(
         self,
-        sums: Mapping[str, Statistics],
+        means: Mapping[str, Statistics],
         examples: Mapping[str, float | Tensor],
         decay: float,
         mask: Tensor | None,
     ) -> None:
-        """F̄ ← decay_k F̄ + (1 − decay_k) · mean of the new statistics, decay_k = min(1 − 1/(k+1), decay).
+        """F̄ ← decay_k F̄ + (1 − decay_k) · new, with decay_k = min(1 − 1/(k+1), decay).
 
         k counts the updates of a block. A mask of 0 leaves everything as it was, and so does a tensor of 0 examples:
         a layer that no rank has used.
         """
-        for index, block in enumerate(self.blocks):
-            if block.name not in sums:
-                continue
-            share = examples[block.name]
-            use = mask
-            if isinstance(share, Tensor):
-                use = (share > 0).to(share.dtype) if mask is None else mask * (share > 0)
-            count = self.updates[index]
-            count += 1.0 if use is None else use
-            kept = (1.0 - 1.0 / (count + 1.0)).clamp(max=decay)
-            if use is None:
-                measured = sums[block.name].map(lambda tensor, share=share: tensor / share)
-            else:
-                kept = 1.0 - (1.0 - kept) * use
-                measured = sums[block.name].map(
-                    lambda tensor, share=share, use=use: torch.where(use > 0, tensor / share, 0.0)
-                )
-            self.statistics[block.name].update_(measured, kept)
+        together = len(means) == len(self.blocks) and not any(isinstance(share, Tensor) for share in examples.values())
+        if together and len(set(self._seen)) == 1:
+            # All blocks are at the same k: one moving average over the one tensor that holds all moments.
+            new = [tensor.reshape(-1) for block in self.blocks for tensor in means[block.name].tensors().values()]
+            moments = torch.cat(new) if len(new) > 1 else new[0]
+            self._moments.lerp_(
+                moments if mask is None else torch.where(mask > 0, moments, 0.0), self._rate(decay, mask)
+            )
+        else:
+            for index, block in enumerate(self.blocks):
+                if block.name in means:
+                    self._update_block(index, means[block.name], examples[block.name], decay, mask)
+        self._seen = [seen + (block.name in means) for seen, block in zip(self._seen, self.blocks, strict=True)]
+
+    def _rate(self, decay: float, mask: Tensor | None, index: int | None = None) -> Tensor:
+        """1 − decay_k, with k advanced, of one block or of all at once; 0 where the mask is."""
+        counts = self.updates if index is None else self.updates[index]
+        counts += 1.0 if mask is None else mask
+        count = self.updates[0] if index is None else counts
+        rate = (1.0 / (count + 1.0)).clamp(min=1.0 - decay)
+        return rate if mask is None else rate * mask
+
+    def _update_block(
+        self, index: int, mean: Statistics, examples: float | Tensor, decay: float, mask: Tensor | None
+    ) -> None:
+        use = mask
+        if isinstance(examples, Tensor):
+            use = (examples > 0).to(examples.dtype) if mask is None else mask * (examples > 0)
+        rate = self._rate(decay, use, index)
+        clean = mean if use is None else mean.map(lambda tensor: torch.where(use > 0, tensor, 0.0))
+        self.statistics[self.blocks[index].name].update_(clean, 1.0 - rate)
 
     def refresh(self, dampings: Mapping[int, float]) -> None:
         """Factorise every block anew; the ranks share the work. Raises FactorisationError with the layer's name."""
@@ -134,6 +150,7 @@ class Factors:
         old = self.cached.get(block.name)
         if old is None or (old.sampler is old.stepper) != (new.sampler is new.stepper):
             self.cached[block.name] = new
+            self.generation += 1
             return
         old.stepper.copy_(new.stepper)
         if old.sampler is not None and new.sampler is not None and old.sampler is not old.stepper:
@@ -164,6 +181,19 @@ class Factors:
         for block in self.blocks:
             block.write_(solved, self.cached[block.name].stepper.solve(block.vector(gradient)))
         return solved
+
+
+def _joined(records: dict[str, Statistics]) -> tuple[Tensor, dict[str, Statistics]]:
+    """All moments in one flat tensor, and the same records as views into it."""
+    flat = torch.cat([tensor.reshape(-1) for record in records.values() for tensor in record.tensors().values()])
+    start = 0
+
+    def view(tensor: Tensor) -> Tensor:
+        nonlocal start
+        start += tensor.numel()
+        return flat[start - tensor.numel() : start].view(tensor.shape)
+
+    return flat, {name: record.map(view) for name, record in records.items()}
 
 
 def _cost(block: Block) -> float:

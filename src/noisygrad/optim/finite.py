@@ -22,7 +22,7 @@ class FiniteGuard:
     def __init__(self, structure: Structure, device: torch.device) -> None:
         self._structure = structure
         self._device = device
-        # The gradient, each block's statistics, the targets.
+        # Each flag stands for the gradient (""), the statistics of a block (its name) or the targets (the last).
         self._bad = torch.zeros(len(structure.blocks) + 2, dtype=torch.bool, device=device)
 
     def note_targets(self, invalid: Tensor) -> None:
@@ -35,16 +35,11 @@ class FiniteGuard:
         `found_inf` is a GradScaler's verdict: such a step is skipped without complaint. The gradient is zeroed in place
         where the step is masked.
         """
-        sums = [gradient.sum()]
-        if not statistics and found_inf is None and self._device.type == "cpu" and math.isfinite(sums[0].item()):
+        plain = self._device.type == "cpu" and found_inf is None
+        if plain and not statistics and math.isfinite(gradient.sum().item()):
             return None
-        if statistics:
-            zero = torch.zeros_like(sums[0])
-            for block in self._structure.blocks:
-                tensors = statistics[block.name].tensors().values() if block.name in statistics else ()
-                sums.append(torch.stack([tensor.sum() for tensor in tensors]).sum() if tensors else zero)
-        bad = ~torch.stack(sums).isfinite()
-        if self._device.type == "cpu" and found_inf is None:
+        bad = ~self._sizes(gradient, statistics).isfinite()
+        if plain:
             if bool(bad.any()):
                 self._raise(bad)
             return None
@@ -57,6 +52,23 @@ class FiniteGuard:
         fine = ~(bad.any() | skip | self._bad[-1])
         gradient.copy_(torch.where(fine, gradient, 0.0))
         return fine.to(gradient.dtype)
+
+    def _sizes(self, gradient: Tensor, statistics: Mapping[str, Statistics]) -> Tensor:
+        """A number for the gradient and one for each block, which is finite if everything in it is."""
+        if not statistics:
+            return gradient.sum().unsqueeze(0)
+        owners, tensors = [], [gradient]
+        for block in self._structure.blocks:
+            if block.name in statistics:
+                mine = list(statistics[block.name].tensors().values())
+                owners += [block.name] * len(mine)
+                tensors += mine
+        norms = torch._foreach_norm(tensors, 1)
+        sizes = {"": norms[0]}
+        for owner, norm in zip(owners, norms[1:], strict=True):
+            sizes[owner] = sizes[owner] + norm if owner in sizes else norm
+        zero = torch.zeros_like(norms[0])
+        return torch.stack([norms[0], *(sizes.get(block.name, zero) for block in self._structure.blocks)])
 
     def check(self) -> None:
         """Raise for a step masked since the last check; waits for the device, so only where the factors do."""

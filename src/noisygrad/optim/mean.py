@@ -33,7 +33,7 @@ class MeanStep:
         gradient: Tensor,
         solve: Callable[[Tensor], Tensor],
         groups: Groups,
-        clip: float | None,
+        clip: float | Tensor | None,
         mask: Tensor | None,
     ) -> None:
         """mean ← mean − lr · P⁻¹ ĝ, in place; a mask of 0 leaves everything as it was."""
@@ -71,8 +71,41 @@ class MeanStep:
         return self.momentum
 
 
-def clip_factor(gradient: Tensor, step: Tensor, groups: Groups, clip: float) -> Tensor:
+def clip_factor(gradient: Tensor, step: Tensor, groups: Groups, clip: float | Tensor) -> Tensor:
     """min(1, sqrt(c / Σ lr² gᵀv)): the step's length in the Fisher metric is at most sqrt(c); one per replica."""
     length = sum((gradient[..., part] * step[..., part]).sum(dim=-1, keepdim=True) * g["lr"] ** 2 for g, part in groups)
     # Below 0 only by rounding, which must not become the root of a negative number.
     return (clip / torch.as_tensor(length).clamp_min(0.0)).sqrt().clamp(max=1.0)
+
+
+class Numbers:
+    """Learning rates and trust region as tensors on the device, for a replayed step to read."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self._known: dict[int, float] = {}
+        self.groups: list[dict[str, Any]] = []
+        self.clip: Tensor | None = None
+        self._clip_value: float | None = None
+
+    def set(self, groups: Sequence[dict[str, Any]], clip: float | None) -> None:
+        """Bring the tensors up to date; only what has changed is sent."""
+        if not self.groups:
+            self.groups = [{"lr": self._like.new_zeros(())} for _ in groups]
+        for index, (mine, group) in enumerate(zip(self.groups, groups, strict=True)):
+            mine["momentum"] = group["momentum"]
+            if isinstance(group["lr"], Tensor):
+                mine["lr"].copy_(group["lr"])
+            elif self._known.get(index) != group["lr"]:
+                self._known[index] = group["lr"]
+                mine["lr"].fill_(group["lr"])
+        if clip is not None and clip != self._clip_value:
+            self.clip = self._like.new_zeros(()) if self.clip is None else self.clip
+            self.clip.fill_(clip)
+        self._clip_value = clip
+        if clip is None:
+            self.clip = None
+
+    def key(self, groups: Sequence[dict[str, Any]], clip: float | None) -> tuple[Any, ...]:
+        """Whatever a replayed step has as plain numbers."""
+        return (clip is None, id(self.clip), *(group["momentum"] for group in groups))

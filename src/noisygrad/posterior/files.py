@@ -39,6 +39,7 @@ def save_posterior(posterior: Posterior, path: str | Path) -> None:
         blocks.append({"name": block.name, "prior": prior.settings(), "size": block.size})
     tensors |= {f"likelihood/{name}": tensor for name, tensor in posterior.likelihood.state_dict().items()}
     tensors |= {f"buffer/{name}": tensor for name, tensor in posterior._buffers.items()}
+    tensors |= {f"frozen/{name}": parameter for name, parameter in structure.frozen.items()}
     header = {
         "format": FORMAT,
         "family": posterior.family,
@@ -84,6 +85,9 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: Family | None 
     structure = build_structure(model, header["family"], header["groups"].__getitem__, header["noise"])
     if [block.name for block in structure.blocks] != [entry["name"] for entry in header["blocks"]]:
         raise ValueError(f"{path} belongs to another model: its layers differ")
+    frozen = {name: tensors.get(f"frozen/{name}") for name in structure.frozen}
+    if any(t is None or t.shape != structure.frozen[name].shape for name, t in frozen.items()):
+        raise ValueError(f"{path} belongs to another model: its frozen parameters differ")
 
     first = next(iter(structure.parameters.values()))
     tensors = {name: t if name.startswith("buffer/") else t.to(first.device) for name, t in tensors.items()}
@@ -101,6 +105,8 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: Family | None 
         FlatWeights(structure, tensors["mean"]).write_parameters_()
         for name, buffer in buffers.items():
             buffer.copy_(saved_buffers[name])
+        for name, parameter in structure.frozen.items():
+            parameter.copy_(tensors[f"frozen/{name}"])
     return Posterior(
         model,
         likelihood,

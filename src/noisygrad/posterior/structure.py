@@ -106,13 +106,13 @@ class Block:
     def measure(self, passes: Mapping[str, Pass]) -> Statistics | None:
         """The statistics of one pass, or None if none of its layers took part."""
         seen = [unit for unit in self.units if unit.name in passes]
-        if not seen or (len(seen) < len(self.units) and self.family in {"kronecker", "tridiagonal"}):
+        if not seen:
             return None
         if self.family == "diagonal":
             return diagonal.Statistics(self._joined({unit.name: passes[unit.name].squares() for unit in seen}))
         if self.family == "full":
             return dense.Statistics.measure(self._joined({unit.name: passes[unit.name].rows() for unit in seen}))
-        matrices = [p for p in (passes[unit.name] for unit in self.units) if isinstance(p, MatrixPass)]
+        matrices = self._matrices(passes)
         if self.family == "kronecker":
             (only,) = matrices
             return kronecker.Statistics.measure(only.activations, only.gradients, only.constant)
@@ -122,6 +122,17 @@ class Block:
             [p.constant for p in matrices],
             [a.gradients.shape[-3:-1] == b.gradients.shape[-3:-1] for a, b in pairwise(matrices)],
         )
+
+    def _matrices(self, passes: Mapping[str, Pass]) -> list[MatrixPass]:
+        """The passes of all units; a layer of a chain that took no part has no gradient."""
+        found = {unit.name: p for unit in self.units if isinstance(p := passes.get(unit.name), MatrixPass)}
+        like = next(iter(found.values()))
+        for unit in self.units:
+            if unit.name not in found:
+                inputs = like.activations.new_zeros(*like.activations.shape[:-1], unit.inputs - unit.constant)
+                outputs = like.gradients.new_zeros(*like.gradients.shape[:-1], unit.outputs)
+                found[unit.name] = MatrixPass(inputs, outputs, unit.constant)
+        return [found[unit.name] for unit in self.units]
 
     def _joined(self, parts: Mapping[str, Tensor]) -> Tensor:
         """The units' vectors as one; a layer that took no part has no gradient."""
@@ -182,6 +193,7 @@ class ParameterViews:
         self._parts = parts
         self._lead = len(structure.replicas)
         self._storages: list[int] = []
+        self.generation = 0
         self.known: list[Tensor] = []
         self.current()
 
@@ -190,6 +202,7 @@ class ParameterViews:
         storages = [parameter.data_ptr() for _, parameter in self._parts]
         if storages != self._storages:
             self._storages = storages
+            self.generation += 1
             self.known = [slot.of(parameter.detach(), self._lead) for slot, parameter in self._parts]
         return self.known
 
@@ -227,6 +240,11 @@ class Structure:
         if self._parameter_views is None:
             self._parameter_views = ParameterViews([(slot, self.parameters[slot.parameter]) for slot in slots], self)
         return self._parameter_views
+
+    @property
+    def generation(self) -> int:
+        """Counts how often parameters were found in another place of memory."""
+        return self._parameter_views.generation if self._parameter_views is not None else 0
 
     def group_part(self, group: int) -> slice:
         """The part of the flat vector that a param group owns; groups lie one after another."""

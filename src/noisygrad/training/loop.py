@@ -75,7 +75,6 @@ def train(
 
     Raises:
         ValueError: Where an argument or a shape is wrong; `CheckpointError` where the checkpoint is of another run.
-
     """
     for name, value in (("epochs", epochs), ("checkpoint_every", checkpoint_every), ("batch_size", batch_size)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):

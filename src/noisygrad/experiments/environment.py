@@ -1,0 +1,13 @@
+"""What a result was made with: it belongs to every row."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+
+_PACKAGES = ("noisygrad", "torch", "numpy", "scipy", "scikit-learn")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that numbers depend on."""
+    return {"python": platform.python_version(), **{name: version(name) for name in _PACKAGES}}

@@ -1,0 +1,95 @@
+"""`step()`: what becomes of the draws. One step of Algorithm 1 or 2 of the paper."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from noisygrad.optim.mean import Groups
+
+if TYPE_CHECKING:
+    from noisygrad.optim.base import NoisyOptimizer
+
+
+def apply_step(optimizer: NoisyOptimizer, step: int) -> None:
+    """Fisher, factors, mean and observation noise from what is pending, in this order."""
+    pending, options = optimizer._pending, optimizer.options
+    decay, clip = options.decay_at(step), options.clip_at(step)
+    pending.sum_over(optimizer.ranks, optimizer.factors.statistics)
+    optimizer._gradient.read_gradients_()
+    if _is_plain(optimizer, step):
+        numbers = optimizer._numbers
+        numbers.set(optimizer.param_groups, clip)
+        key = (optimizer._memory(), numbers.key(optimizer.param_groups, clip))
+        optimizer._replays.run("step", key, lambda: _plain_step(optimizer))
+        return
+    _scale_gradient(optimizer)
+    mask = _watched(optimizer)
+    if pending.statistics:
+        optimizer.factors.update(pending.statistics, pending.examples, decay, mask)
+    if options.factors_due(step):
+        optimizer.guard.check()
+        optimizer.factors.refresh(dampings(optimizer))
+    _move(optimizer, list(zip(optimizer.param_groups, optimizer._parts, strict=True)), clip, mask)
+    if pending.noise is not None:
+        _update_noise(optimizer, pending.noise / pending.noise_examples, mask)
+
+
+def dampings(optimizer: NoisyOptimizer) -> dict[int, float]:
+    """γ_ex of each param group, by the number that its blocks know it by."""
+    return {index: group["damping"] for index, group in zip(optimizer._used, optimizer.param_groups, strict=True)}
+
+
+def _is_plain(optimizer: NoisyOptimizer, step: int) -> bool:
+    """Whether this step, on a GPU, is one draw and one loss without anything to scale, to measure or to refresh."""
+    pending = optimizer._pending
+    return (
+        optimizer.device.type == "cuda"
+        and not optimizer.ranks.active
+        and pending.draws == 1
+        and pending.calls == 1
+        and not pending.statistics
+        and pending.noise is None
+        and not optimizer.options.factors_due(step)
+        and getattr(optimizer, "grad_scale", None) is None
+        and getattr(optimizer, "found_inf", None) is None
+    )
+
+
+def _plain_step(optimizer: NoisyOptimizer) -> None:
+    """The step that can be replayed: all its numbers are tensors on the device."""
+    numbers = optimizer._numbers
+    _move(optimizer, list(zip(numbers.groups, optimizer._parts, strict=True)), numbers.clip, _watched(optimizer))
+
+
+def _scale_gradient(optimizer: NoisyOptimizer) -> None:
+    """Undo a GradScaler's scale, and make the sum over losses their mean."""
+    gradient, scale = optimizer._gradient.flat, getattr(optimizer, "grad_scale", None)
+    if scale is not None:
+        gradient.div_(scale)
+    if (count := optimizer._pending.calls or optimizer._pending.draws) > 1:
+        gradient.div_(count)
+
+
+def _watched(optimizer: NoisyOptimizer) -> Tensor | None:
+    """Add Γ (w − m₀), at the sampled weights, to the gradient, and see whether the step may go on."""
+    pending, gradient = optimizer._pending, optimizer._gradient.flat
+    optimizer.factors.add_prior_gradient_(gradient, pending.mean_weights() - optimizer.priors.mean)
+    return optimizer.guard.watch(gradient, pending.statistics, getattr(optimizer, "found_inf", None))
+
+
+def _move(optimizer: NoisyOptimizer, groups: Groups, clip: float | Tensor | None, mask: Tensor | None) -> None:
+    mean, gradient = optimizer.mean, optimizer._gradient.flat
+    optimizer.mean_step.move_(mean.flat, gradient, optimizer.factors.solve, groups, clip, mask)
+    mean.write_parameters_()
+
+
+def _update_noise(optimizer: NoisyOptimizer, statistic: Tensor, mask: Tensor | None) -> None:
+    likelihood, options = optimizer.likelihood, optimizer.options
+    before = [buffer.clone() for buffer in likelihood.buffers()] if mask is not None else []
+    likelihood.update_noise_(statistic, options.num_data, options.kl_weight)
+    if mask is not None:
+        for buffer, old in zip(likelihood.buffers(), before, strict=True):
+            buffer.copy_(torch.where(mask > 0, buffer, old))
