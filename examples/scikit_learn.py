@@ -21,4 +21,4 @@ names = np.array(["setosa", "versicolor", "virginica"])[y]
 pipeline = make_pipeline(PolynomialFeatures(include_bias=False), NoisyClassifier(epochs=30, random_state=0))
 search = GridSearchCV(pipeline, {"noisyclassifier__prior_variance": [0.1, 1.0]}, cv=3, scoring="neg_log_loss")
 search.fit(X, names)
-print(f"best prior variance {search.best_params_['noisyclassifier__prior_variance']}, log loss {-search.best_score_:.3f}")
+print(f"best setting {search.best_params_}, log loss {-search.best_score_:.3f}")

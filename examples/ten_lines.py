@@ -19,6 +19,7 @@ for _ in range(15):
 
 x, y = test_set[:]
 prediction = optimizer.posterior().predict(x, num_samples=50)
-print(f"accuracy {ng.metrics.accuracy(prediction, y):.3f}, log-likelihood {ng.metrics.log_likelihood(prediction, y):.3f}")
+print(f"accuracy {ng.metrics.accuracy(prediction, y):.3f}")
+print(f"log-likelihood {ng.metrics.log_likelihood(prediction, y):.3f}")
 unsure = prediction.mutual_information.argsort(descending=True)[:5]
 print("the network is least sure of its weights for test images", unsure.tolist())

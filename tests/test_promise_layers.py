@@ -147,7 +147,7 @@ def test_an_input_overwritten_in_place_is_refused():
     model.first.weight.requires_grad_(False)  # so that autograd itself does not need the input
     optimizer = make(ng.NoisyKFAC, model)
     x, y = batches(1, dtype=torch.float32)[0]
-    with pytest.raises(RuntimeError, match="first.*changed in place"):
+    with pytest.raises(RuntimeError, match=r"first.*changed in place"):
         optimizer.step(lambda: (model(x), y))
 
 

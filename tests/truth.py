@@ -138,8 +138,7 @@ def measure(
         )
     found: dict[str, Statistics] = {}
     for block in structure.blocks:
-        measured = [block.measure(one) for one in passes]
-        assert all(m is not None for m in measured), f"{block.name} took no part"
+        measured = [block.measure(one, torch.float64, torch.device("cpu")) for one in passes]
         total = measured[0].map(torch.zeros_like)
         for m in measured:
             for name, tensor in total.tensors().items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -40,12 +41,16 @@ OPTIMIZERS: dict[str, type[NoisyOptimizer]] = {
 }
 _ELBO_SAMPLES = 10
 _LINEAR_TO = 3.0
-"""Features grow with the logarithm beyond so many standard deviations: one example in a thousand with a 1 in a column of
-zeros lies 32 of them out, and no factorised Fisher knows that it was the only one to say anything of its weight."""
+"""Features grow with the logarithm beyond so many standard deviations: a 1 in a column of 999 zeros lies 32 of them
+out, and no factorised Fisher knows that it was the only example to say anything of its weight."""
 _OUTPUTS_AT_ONCE = 1 << 22
 """How many outputs (weight samples × rows × outputs) are predicted at a time, to bound memory."""
 _CACHED_WEIGHTS = 1 << 24
 """Weight samples are kept between predictions up to so many numbers."""
+
+
+_ONE_THREAD_WEIGHTS = 20_000
+"""Up to here a step's matrices are too small to share out: threads would only wait for one another."""
 
 
 class WeightDraws:
@@ -109,10 +114,11 @@ class _NoisyEstimator(BaseEstimator):  # type: ignore[misc]
         seeds = check_random_state(self.random_state).randint(2**31 - 1, size=4).tolist()
         network = MLP(x.shape[1], tuple(self.hidden), outputs, generator=torch.Generator().manual_seed(seeds[0]))
         network.to(device)
+        weights = sum(parameter.numel() for parameter in network.parameters())
         plan = Plan.of(
             self.posterior,
             examples=len(x),
-            weights=sum(parameter.numel() for parameter in network.parameters()),
+            weights=weights,
             epochs=self.epochs,
             batch_size=self.batch_size,
             lr=self.lr,
@@ -131,16 +137,17 @@ class _NoisyEstimator(BaseEstimator):  # type: ignore[misc]
             **plan.settings,
         )
         steps = plan.epochs * math.ceil(len(x) / plan.batch_size)
-        self.history_ = train(
-            optimizer,
-            (x, target),
-            epochs=plan.epochs,
-            batch_size=plan.batch_size,
-            scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, CosineDecay(1.0, steps, final=0.01)),
-            schedule_every="step",
-            seed=seeds[2],
-            progress=bool(self.verbose),
-        )
+        with _one_thread(weights <= _ONE_THREAD_WEIGHTS and self.posterior != "full"):
+            self.history_ = train(
+                optimizer,
+                (x, target),
+                epochs=plan.epochs,
+                batch_size=plan.batch_size,
+                scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, CosineDecay(1.0, steps, final=0.01)),
+                schedule_every="step",
+                seed=seeds[2],
+                progress=bool(self.verbose),
+            )
         self.posterior_ = optimizer.posterior()
         self._draws = WeightDraws(self.posterior_, seeds[3])
         self.elbo_ = self._elbo(x, target, seeds[3]) + elbo_shift
@@ -300,8 +307,9 @@ class NoisyRegressor(MultiOutputMixin, RegressorMixin, _NoisyEstimator):  # type
 class NoisyClassifier(ClassifierMixin, _NoisyEstimator):  # type: ignore[misc]
     """Bayesian neural network classification; labels of any kind, two classes or more (one is accepted, and certain).
 
-    Features are standardised inside, as by the regressor. Probabilities are averaged over draws of the weights. The arguments are those of
-    `NoisyRegressor`, without the observation noise; so are the attributes, with `classes_` besides.
+    Features are standardised inside, as by the regressor. Probabilities are averaged over draws of the weights. The
+    arguments are those of `NoisyRegressor`, without the observation noise; so are the attributes, with `classes_`
+    besides.
     """
 
     def __init__(
@@ -376,6 +384,18 @@ def _checked_inputs(estimator: _NoisyEstimator, X: ArrayLike, y: Any = "no_valid
             "sklearn.impute.SimpleImputer in a Pipeline."
         )
     return found
+
+
+@contextmanager
+def _one_thread(small: bool) -> Iterator[None]:
+    """One thread inside for a small network; as many as before outside."""
+    threads = torch.get_num_threads()
+    if small:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _moments(values: Floats) -> tuple[Floats, Floats]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -36,6 +36,14 @@ def check_prior_variance(prior_variance: PriorVariance) -> None:
     for pattern, value in _patterns(prior_variance):
         if not isinstance(value, int | float) or math.isnan(value) or value <= 0:
             raise ValueError(f"prior_variance must be positive, got {value!r} for {pattern!r}")
+
+
+def check_patterns(prior_variance: PriorVariance, names: Iterable[str]) -> None:
+    """Raise for a pattern that matches none of the trainable parameters: most likely a slip."""
+    names = list(names)
+    for pattern, _ in _patterns(prior_variance):
+        if pattern != "*" and not fnmatch.filter(names, pattern):
+            raise ValueError(f"the pattern {pattern!r} in prior_variance matches no trainable parameter")
 
 
 def prior_precision(prior_variance: PriorVariance, name: str) -> float:

@@ -73,7 +73,10 @@ def random_signs(output: Tensor, lead: int, generators: Sequence[torch.Generator
 def passes_after_backward(
     records: Sequence[Record], others: Parameters, batch: int, dtype: torch.dtype
 ) -> dict[str, Pass]:
-    """The passes of a *mean* loss that the user has already differentiated: the empirical Fisher."""
+    """The passes of a *mean* loss that the user has already differentiated: the empirical Fisher.
+
+    For parameters without a layer only the summed gradient is there, without signs, so that theirs comes out too large.
+    """
     seen = [record for record in records if record.gradient is not None]
     gradients = [record.gradient * batch for record in seen if record.gradient is not None]
     passes = _layer_passes(seen, gradients, batch, dtype)

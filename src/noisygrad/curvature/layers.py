@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -53,6 +53,7 @@ class Unit:
     constant: bool = False
     chainable: bool = False
     replicas: tuple[int, ...] = ()
+    sequence_first: bool = False
     note: str = ""
 
     @property
@@ -124,13 +125,15 @@ def find_layer(module: nn.Module) -> Layer | None:
 def arrange(tensor: Tensor, batch: int, unit: Unit) -> Tensor:
     """`[*replicas, ..., features]` with the batch somewhere in front, as `[*replicas, batch, shared, features]`.
 
-    Dimension 0 is the batch; where its size disagrees, dimension 1 is tried (sequence-first layers), then a batch
-    folded with positions into one dimension.
+    Dimension 0 is the batch, except inside a Transformer layer that says otherwise; where its size disagrees,
+    dimension 1 is tried, then a batch folded with positions into one dimension.
     """
     lead = len(unit.replicas)
     sizes = tensor.shape[lead:-1]
     if not sizes and batch == 1:
         return tensor.reshape(*tensor.shape[:-1], 1, 1, tensor.shape[-1])
+    if unit.sequence_first and len(sizes) > 1 and sizes[1] == batch:
+        return tensor.transpose(lead, lead + 1).flatten(lead + 1, -2)
     if sizes and sizes[0] == batch:
         return tensor.unsqueeze(-2) if len(sizes) == 1 else tensor.flatten(lead + 1, -2)
     if len(sizes) > 1 and sizes[1] == batch:
@@ -325,6 +328,12 @@ def find_units(model: nn.Module) -> tuple[list[Unit], dict[nn.Module, list[Unit]
         for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(id(parameter), []).append(f"{module_name}.{own}" if module_name else own)
 
+    sequence_first = tuple(
+        f"{name}."
+        for name, module in model.named_modules()
+        if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
+        and not module.self_attn.batch_first
+    )
     units: list[Unit] = []
     layers: dict[nn.Module, list[Unit]] = {}
     covered: set[int] = set()
@@ -339,7 +348,8 @@ def find_units(model: nn.Module) -> tuple[list[Unit], dict[nn.Module, list[Unit]
                 for own, parameter in own_parameters.items()
                 if parameter.requires_grad and len(owners[id(parameter)]) == 1
             }
-            layers[module] = layer.units(module_name, module, frozenset(trainable))
+            found = layer.units(module_name, module, frozenset(trainable))
+            layers[module] = [replace(unit, sequence_first=module_name.startswith(sequence_first)) for unit in found]
             units += layers[module]
             held = {slot.parameter for unit in layers[module] for slot in unit.slots}
             covered |= {id(parameter) for own, parameter in trainable.items() if inside + own in held}

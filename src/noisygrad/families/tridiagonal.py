@@ -150,10 +150,7 @@ class Statistics(base.Statistics):
         return cls(inputs, outputs, tuple(cross_inputs), tuple(cross_outputs))
 
     def factorise(self, prior: Prior, damping: float = 0.0, mode: DampingMode = "factored") -> Precision:
-        """P with the blocks of F + Γ + γ_ex I, each damped by equation (11); couplings in proportion.
-
-        Raises ValueError for exact damping: a sum of Kronecker products cannot be chained.
-        """
+        """P with the blocks of F + Γ + γ_ex I, each damped by equation (11); couplings in proportion."""
         if mode == "exact":
             raise ValueError(
                 'the block-tridiagonal family supports damping_mode="factored" only; use NoisyKFAC for exact damping'

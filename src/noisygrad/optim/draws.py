@@ -72,12 +72,10 @@ class Pending:
             self.statistics[name] = self.statistics[name].map(lambda t, count=count: t / count.clamp_min(1e-30))
 
     @torch.no_grad()
-    def add_statistics(self, blocks: Sequence[Block], passes: Mapping[str, Pass], weight: float) -> None:
-        """Add one pass, counted as `weight` examples."""
-        for block in blocks:
-            measured = block.measure(passes)
-            if measured is None:
-                continue
+    def add_statistics(self, blocks: Sequence[Block], passes: Mapping[str, Pass], weight: float, like: Tensor) -> None:
+        """Add one pass, counted as `weight` examples; in the type and on the device of `like`."""
+        for block in blocks if passes else ():
+            measured = block.measure(passes, like.dtype, like.device)
             if block.name not in self.statistics:
                 self.statistics[block.name], self.examples[block.name] = measured, weight
                 continue

@@ -10,7 +10,7 @@ from torch import Tensor
 from noisygrad.families.base import Prior
 from noisygrad.posterior.structure import Structure
 from noisygrad.posterior.weights import FlatWeights
-from noisygrad.priors import FittedPrior, PriorVariance, prior_precision
+from noisygrad.priors import FittedPrior, PriorVariance, check_patterns, prior_precision
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class BlockPriors:
         """From η, or from a fitted posterior of the same family and the same model."""
         mean = FlatWeights.zeros(structure, dtype, device)
         if fitted is None:
+            check_patterns(prior_variance, structure.parameters)
             mean.fill_centres_()
             return cls(
                 mean.flat,

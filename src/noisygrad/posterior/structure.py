@@ -103,11 +103,11 @@ class Block:
             return tridiagonal.Statistics.identity(self.batch, outputs, inputs, dtype=dtype, device=device)
         return dense.Statistics.identity(self.batch, self.size, dtype=dtype, device=device)
 
-    def measure(self, passes: Mapping[str, Pass]) -> Statistics | None:
-        """The statistics of one pass, or None if none of its layers took part."""
+    def measure(self, passes: Mapping[str, Pass], dtype: torch.dtype, device: torch.device) -> Statistics:
+        """The statistics of one pass; a layer that took no part has no gradient, and so zeros."""
         seen = [unit for unit in self.units if unit.name in passes]
         if not seen:
-            return None
+            return self.identity(dtype, device).map(torch.zeros_like)
         if self.family == "diagonal":
             return diagonal.Statistics(self._joined({unit.name: passes[unit.name].squares() for unit in seen}))
         if self.family == "full":

@@ -1,0 +1,65 @@
+"""Slips that were made once: each has a test of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import noisygrad as ng
+from truth import Model, close, exact_fisher, measured_fisher, normal, random_weights
+
+
+@pytest.mark.parametrize("positions", [3, 4])
+def test_a_sequence_first_transformer_knows_its_batch_even_when_both_dimensions_are_equal(positions: int) -> None:
+    layer = nn.TransformerEncoderLayer(4, 2, 3, dropout=0.0, batch_first=False)
+    model = random_weights(Model(lambda m, x: m.layer(x.transpose(0, 1)).mean(0), layer=layer).double())
+    likelihood = ng.Gaussian(noise_variance=0.7)
+    likelihood.bind((), "cpu", torch.float64)
+    x = normal(4, positions, 4)
+    exact = exact_fisher(model, likelihood, x)
+    close(measured_fisher(model, likelihood, x, "full"), exact)
+    close(measured_fisher(model, likelihood, x, "diagonal").diagonal(), exact.diagonal())
+
+
+@pytest.mark.parametrize("optimizer", [ng.NoisyAdam, ng.NoisyKFAC, ng.NoisyBlockTridiagonal, ng.NoisyFull])
+def test_a_layer_that_is_never_used_returns_to_its_prior(optimizer: type[ng.NoisyOptimizer]) -> None:
+    torch.manual_seed(0)
+    model = Model(lambda m, x: m.used(x), used=nn.Linear(3, 1), unused=nn.Linear(3, 3)).double()
+    x, y = normal(20, 3), normal(20, 1)
+    fit = optimizer(
+        model,
+        ng.Gaussian(noise_variance=1.0),
+        num_data=100,
+        lr=1e-2,
+        prior_variance=0.5,
+        stats_every=1,
+        factor_every=10,
+    )
+    for _ in range(600):
+        fit.step(lambda: (model(x), y))
+    std = fit.posterior().std()
+    close(std["unused.weight"], torch.full_like(std["unused.weight"], 0.5**0.5), rtol=0.12)
+    assert bool((std["used.weight"] < 0.2).all())
+
+
+def test_a_prior_pattern_that_matches_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"haed\.\*.*matches no trainable parameter"):
+        ng.NoisyKFAC(nn.Linear(2, 1), ng.Gaussian(), num_data=10, prior_variance={"haed.*": 1e-3, "*": 1.0})
+
+
+def test_draws_do_not_hang_on_the_choice_of_eigenvectors() -> None:
+    """Equal eigenvalues leave eigenvectors open; a square root through them must not change with a rounding error."""
+    draws = []
+    for jitter in (0.0, 1e-13):
+        torch.manual_seed(0)
+        model = ng.networks.MLP(3, (6,), 2).double()
+        fit = ng.NoisyBlockTridiagonal(
+            model, ng.Gaussian(noise_variance=1.0), num_data=50, stats_every=1, factor_every=1, seed=1
+        )
+        x, y = normal(4, 3) + jitter, normal(4, 2)
+        for _ in range(3):
+            fit.step(lambda x=x, y=y, model=model: (model(x), y))
+        draws.append(fit.posterior().sample(torch.Generator().manual_seed(2)))
+    for name, value in draws[0].items():
+        close(value, draws[1][name], rtol=1e-6, atol=1e-7)
