@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -29,6 +28,7 @@ from noisygrad.posterior import Posterior
 from noisygrad.predictions import CategoricalPrediction, RegressionPrediction
 from noisygrad.training import CosineDecay, train
 from noisygrad.training.plan import Plan
+from noisygrad.training.threads import one_thread
 
 Floats = NDArray[np.float64]
 PosteriorName = Literal["diagonal", "kronecker", "tridiagonal", "full"]
@@ -47,10 +47,6 @@ _OUTPUTS_AT_ONCE = 1 << 22
 """How many outputs (weight samples × rows × outputs) are predicted at a time, to bound memory."""
 _CACHED_WEIGHTS = 1 << 24
 """Weight samples are kept between predictions up to so many numbers."""
-
-
-_ONE_THREAD_WEIGHTS = 20_000
-"""Up to here a step's matrices are too small to share out: threads would only wait for one another."""
 
 
 class WeightDraws:
@@ -137,7 +133,7 @@ class _NoisyEstimator(BaseEstimator):  # type: ignore[misc]
             **plan.settings,
         )
         steps = plan.epochs * math.ceil(len(x) / plan.batch_size)
-        with _one_thread(weights <= _ONE_THREAD_WEIGHTS and self.posterior != "full"):
+        with one_thread(plan.small):
             self.history_ = train(
                 optimizer,
                 (x, target),
@@ -204,7 +200,7 @@ class NoisyRegressor(MultiOutputMixin, RegressorMixin, _NoisyEstimator):  # type
         posterior: The family of the covariance: "diagonal", "kronecker", "tridiagonal" or "full" (for networks of up to
             a few thousand weights: memory grows with the square of their number).
         hidden: Widths of the hidden layers (ReLU); () for a linear model.
-        epochs: Passes over the data. None: 300 + 4n steps in all (n rows), at most 20 000; for a full covariance of
+        epochs: Passes over the data. None: 300 + 3n steps in all (n rows), at most 20 000; for a full covariance of
             more than 1000 weights, 200 steps.
         batch_size: None: 32 for fewer than 256 rows, else n/8, at most 200.
         lr: Step size at the start; None: 0.3 (1 for such a large full covariance). It falls to a hundredth along a
@@ -384,18 +380,6 @@ def _checked_inputs(estimator: _NoisyEstimator, X: ArrayLike, y: Any = "no_valid
             "sklearn.impute.SimpleImputer in a Pipeline."
         )
     return found
-
-
-@contextmanager
-def _one_thread(small: bool) -> Iterator[None]:
-    """One thread inside for a small network; as many as before outside."""
-    threads = torch.get_num_threads()
-    if small:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _moments(values: Floats) -> tuple[Floats, Floats]:

@@ -67,7 +67,9 @@ def styled(draw: Callable[Parameters, Figure]) -> Callable[Parameters, Figure]:
         with matplotlib.rc_context():
             matplotlib.rcdefaults()
             matplotlib.rcParams.update(_STYLE)
-            return draw(*args, **kwargs)
+            figure = draw(*args, **kwargs)
+            figure.draw_without_rendering()  # ticks are made at the first drawing: in this style, not the caller's
+            return figure
 
     return drawn
 

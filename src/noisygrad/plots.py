@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -158,10 +159,11 @@ def function_bands(
         axes.margins(x=0)
         axes.tick_params(length=0)
     handles, labels = grid[0].get_legend_handles_labels()
-    legend = figure.legend(handles, labels, loc="outside lower center", ncols=5)
-    for handle in legend.legend_handles:
-        if handle is not None and not str(handle.get_label()).endswith("band"):
-            handle.set(color=INK if handle.get_label() == "data" else MUTED)
+    if len(named) > 1:  # every panel has its own colour: the legend is in grey
+        handles = [copy(handle) for handle in handles]
+        for handle, text in zip(handles, labels, strict=True):
+            handle.set(color=INK if text == "data" else MUTED)
+    figure.legend(handles, labels, loc="outside lower center", ncols=5)
     return figure
 
 

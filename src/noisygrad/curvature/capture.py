@@ -53,7 +53,7 @@ class Capture:
         self._layers = layers
         self._compiled = compiled
         self._handles: list[RemovableHandle] = []
-        self._patched: list[nn.Module] = []
+        self._patched: list[tuple[nn.Module, Any]] = []
         self._records: list[Record] = []
         self._stack = ExitStack()
         self.watch_backward = False
@@ -64,8 +64,8 @@ class Capture:
             self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module, units in self._layers.items():
             if isinstance(module, nn.MultiheadAttention):
+                self._patched.append((module, vars(module).get("forward")))
                 module.forward = recorded_forward(module, self._part_recorder(module, units))  # type: ignore[method-assign]
-                self._patched.append(module)
             elif units:
                 self._handles.append(module.register_forward_hook(self._hook(units[0]), with_kwargs=True))
         return self
@@ -73,8 +73,10 @@ class Capture:
     def __exit__(self, *exception: object) -> None:
         for handle in self._handles:
             handle.remove()
-        for module in self._patched:
-            del module.__dict__["forward"]
+        for module, own in self._patched:
+            vars(module).pop("forward")
+            if own is not None:  # somebody else had patched it before
+                module.forward = own
         self._handles.clear()
         self._patched.clear()
         self._records.clear()

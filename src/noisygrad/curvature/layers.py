@@ -349,7 +349,9 @@ def find_units(model: nn.Module) -> tuple[list[Unit], dict[nn.Module, list[Unit]
                 if parameter.requires_grad and len(owners[id(parameter)]) == 1
             }
             found = layer.units(module_name, module, frozenset(trainable))
-            layers[module] = [replace(unit, sequence_first=module_name.startswith(sequence_first)) for unit in found]
+            # Attention knows its own order of dimensions.
+            swapped = module_name.startswith(sequence_first) and not isinstance(module, nn.MultiheadAttention)
+            layers[module] = [replace(unit, sequence_first=swapped) for unit in found]
             units += layers[module]
             held = {slot.parameter for unit in layers[module] for slot in unit.slots}
             covered |= {id(parameter) for own, parameter in trainable.items() if inside + own in held}

@@ -36,7 +36,8 @@ class Poisson(Likelihood):
 
     def sample(self, output: Tensor, generators: Sequence[torch.Generator] | None = None) -> Tensor:
         """Counts of the output's type."""
-        return self._per_replica(widened(output.detach()).exp(), torch.poisson, generators)
+        # torch.poisson refuses NaN with an error of its own; the loss is NaN too, and what trains on it says where.
+        return self._per_replica(widened(output.detach()).exp().nan_to_num(0.0, torch.inf), torch.poisson, generators)
 
     def output_fisher_factor(self, output: Tensor) -> Tensor:
         """Diagonal: the rate."""

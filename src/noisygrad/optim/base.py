@@ -38,9 +38,38 @@ from noisygrad.priors import FittedPrior, PriorVariance, check_prior_variance
 
 
 class NoisyOptimizer(torch.optim.Optimizer):
-    """What the four optimisers share; use one of them. All arguments: `NoisyKFAC`."""
+    """What the four optimisers share, with all their arguments; use one of the four.
+
+    Args:
+        model: the network, perhaps inside DistributedDataParallel or `torch.compile`.
+        likelihood: what its outputs mean; its noise, where it has any, is learned along.
+        num_data: N, the size of the training set.
+        lr: α̃, the step size of the mean; a tensor follows a captured graph.
+        kl_weight: λ; 1 is Bayes, below 1 a sharper posterior.
+        prior_variance: η, for all weights or by patterns of parameter names; inf for no prior.
+        prior: `posterior.as_prior()` of an earlier fit, in place of `prior_variance`.
+        damping: γ_ex, added to the Fisher for the step only.
+        damping_mode: how a Kronecker block adds the prior: "factored" (eq. 11) or "exact" (eigenbasis, dearer).
+        fisher_decay: 1 − β̃, or a function from the step to it.
+        momentum: decay of the moving average of gradients, or of the velocity.
+        momentum_mode: "average" (before preconditioning, bias-corrected) or "heavy_ball" (after clipping).
+        stats_every: T_stats, steps between statistics; None for the family's own default.
+        factor_every: T_inv, steps between factorisations; None for the family's own default.
+        kl_clip: c of the trust region, or a function from the step to it; None for none.
+        mc_samples: weight samples of `step(closure)`.
+        noise: False gives the point-estimate method (K-FAC, natural Adam) with γ_in as weight decay.
+        fisher: "sampled" targets, "exact" output Fisher or "empirical".
+        fisher_pass: "same" forward as the loss, or a "fresh" one with new weights and BatchNorm in evaluation mode.
+        groups: patterns of parameter names with their own lr, momentum, damping or noise.
+        seed: of the optimiser's own generator; one for each replica, or for the first of them.
+        same_draw_on_all_ranks: draw the same weights in all processes of a distributed training.
+        capturable: keep every group's lr as a tensor on the device, as torch.optim does, so that a captured step
+            follows a scheduler. Schedules of `kl_clip` and `fisher_decay` are read when the step is captured.
+    """
 
     family: ClassVar[Family]
+    default_stats_every: ClassVar[int] = 1
+    default_factor_every: ClassVar[int] = 1
     _step_supports_amp_scaling = True  # a GradScaler hands over its scale and its verdict instead of waiting for them
 
     def __init__(
@@ -58,8 +87,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
         fisher_decay: Schedule = 0.99,
         momentum: float = 0.9,
         momentum_mode: MomentumMode = "average",
-        stats_every: int = 1,
-        factor_every: int = 1,
+        stats_every: int | None = None,
+        factor_every: int | None = None,
         kl_clip: Schedule | None = None,
         mc_samples: int = 1,
         noise: bool = True,
@@ -68,13 +97,14 @@ class NoisyOptimizer(torch.optim.Optimizer):
         groups: Mapping[str, Mapping[str, Any]] | None = None,
         seed: int | Sequence[int] | None = None,
         same_draw_on_all_ranks: bool = False,
+        capturable: bool = False,
     ) -> None:
         self.options = Options(
             num_data=num_data,
             kl_weight=kl_weight,
             fisher_decay=fisher_decay,
-            stats_every=stats_every,
-            factor_every=factor_every,
+            stats_every=self.default_stats_every if stats_every is None else stats_every,
+            factor_every=self.default_factor_every if factor_every is None else factor_every,
             kl_clip=kl_clip,
             mc_samples=mc_samples,
             momentum_mode=momentum_mode,
@@ -108,6 +138,11 @@ class NoisyOptimizer(torch.optim.Optimizer):
             ],
             defaults,
         )
+        if capturable:
+            for group in self.param_groups:
+                group["lr"] = torch.as_tensor(
+                    group["lr"], dtype=torch.float32, device=group["params"][0].device
+                ).clone()
         self._used = used
         self._parts = [self.structure.group_part(index) for index in used]
         first = next(iter(self.structure.parameters.values()))
@@ -232,6 +267,11 @@ class NoisyOptimizer(torch.optim.Optimizer):
             kl_weight=self.options.kl_weight,
             damping_mode=self.options.damping_mode,
         )
+
+    def register_with(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Before capturing a step in a CUDA graph: let its replays draw new numbers from the optimiser's generators."""
+        for generator in self.generators:
+            graph.register_generator_state(generator)
 
     def coverage(self) -> Coverage:
         """Which block each parameter got and why; print it."""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torch import nn
-
-from noisygrad.likelihoods import Likelihood
 from noisygrad.optim.base import NoisyOptimizer
 from noisygrad.posterior.structure import Family
 
@@ -24,9 +21,8 @@ class NoisyKFAC(NoisyOptimizer):
     """
 
     family: ClassVar[Family] = "kronecker"
-
-    def __init__(self, model: nn.Module, likelihood: Likelihood, **options: Any) -> None:
-        super().__init__(model, likelihood, **{"stats_every": 10, "factor_every": 100} | options)
+    default_stats_every: ClassVar[int] = 10
+    default_factor_every: ClassVar[int] = 100
 
 
 class NoisyBlockTridiagonal(NoisyOptimizer):
@@ -36,9 +32,8 @@ class NoisyBlockTridiagonal(NoisyOptimizer):
     """
 
     family: ClassVar[Family] = "tridiagonal"
-
-    def __init__(self, model: nn.Module, likelihood: Likelihood, **options: Any) -> None:
-        super().__init__(model, likelihood, **{"stats_every": 10, "factor_every": 100} | options)
+    default_stats_every: ClassVar[int] = 10
+    default_factor_every: ClassVar[int] = 100
 
 
 class NoisyFull(NoisyOptimizer):
@@ -48,6 +43,4 @@ class NoisyFull(NoisyOptimizer):
     """
 
     family: ClassVar[Family] = "full"
-
-    def __init__(self, model: nn.Module, likelihood: Likelihood, **options: Any) -> None:
-        super().__init__(model, likelihood, **{"factor_every": 10} | options)
+    default_factor_every: ClassVar[int] = 10

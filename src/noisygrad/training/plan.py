@@ -11,6 +11,8 @@ from typing import Any, Self
 
 _LARGE_DENSE = 1000
 """From so many weights on, the factorisation of a full covariance decides how many steps one can afford."""
+_SMALL = 20_000
+"""Up to so many weights a step's matrices are too small for several threads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,8 @@ class Plan:
     fisher_decay: float
     stats_every: int
     factor_every: int
+    small: bool
+    """Whether one thread is best."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -56,7 +60,7 @@ class Plan:
         batch_size = min(batch_size, examples)
         batches = math.ceil(examples / batch_size)
         if epochs is None:
-            epochs = math.ceil((200 if dense else min(300 + 4 * examples, 20_000)) / batches)
+            epochs = math.ceil((200 if dense else min(300 + 3 * examples, 20_000)) / batches)
         steps = epochs * batches
         return cls(
             batch_size=batch_size,
@@ -66,4 +70,5 @@ class Plan:
             fisher_decay=0.99 if diagonal else 0.96,
             stats_every=1 if diagonal else 8 if dense else 4,
             factor_every=max(8, 8 * (steps // 24)) if dense else 8,
+            small=weights <= _SMALL and not dense,
         )

@@ -1,0 +1,129 @@
+"""What only a GPU can show: no waiting in a step, replays equal to eager steps, whole steps captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+import noisygrad as ng
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+OPTIMIZERS = [ng.NoisyAdam, ng.NoisyKFAC, ng.NoisyBlockTridiagonal, ng.NoisyFull]
+
+
+def batch(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    x = torch.randn(16, 6, device="cuda", generator=generator, dtype=torch.float64)
+    return x, x[:, :1] * 2
+
+
+def make(kind: type[ng.NoisyOptimizer], **more: object) -> tuple[torch.nn.Module, ng.NoisyOptimizer]:
+    torch.manual_seed(0)
+    model = ng.networks.MLP(6, (12, 12), 1).cuda().double()
+    settings = dict(num_data=200, lr=0.02, damping=1e-3, stats_every=5, factor_every=20, kl_clip=1e-2, seed=3)
+    return model, kind(model, ng.Gaussian(noise_variance=0.1), **(settings | more))
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("likelihood", [ng.Gaussian(), ng.Gaussian(noise_variance=1.0)])
+def test_a_step_between_refreshes_never_waits_for_the_device(
+    kind: type[ng.NoisyOptimizer], likelihood: ng.Likelihood
+) -> None:
+    model = ng.networks.MLP(6, (12,), 1).cuda()
+    optimizer = kind(
+        model, ng.Gaussian.from_config(likelihood.config()), num_data=100, stats_every=2, factor_every=1000
+    )
+    x, y = torch.randn(8, 6, device="cuda"), torch.randn(8, 1, device="cuda")
+    for _ in range(9):
+        optimizer.step(lambda: (model(x), y))
+    for _ in range(5):  # captures, which wait, are over after these
+        optimizer._steps = 100
+        optimizer.step(lambda: (model(x), y))
+    with no_waiting():
+        for _ in range(10):
+            optimizer.step(lambda: (model(x), y))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_replayed_steps_equal_eager_ones(kind: type[ng.NoisyOptimizer]) -> None:
+    means = []
+    for enabled in (True, False):
+        model, optimizer = make(kind)
+        optimizer._replays._enabled = enabled
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30, 0.5)
+        generator = torch.Generator("cuda").manual_seed(5)
+        for step in range(100):
+            x, y = batch(generator)
+            if step == 60:  # parameters that move in memory must not be missed
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.clone()
+            optimizer.step(lambda x=x, y=y, model=model: (model(x), y))
+            scheduler.step()
+        means.append(optimizer.mean.flat.clone())
+    assert torch.equal(*means)
+
+
+@pytest.mark.parametrize("kind", [ng.NoisyAdam, ng.NoisyKFAC])
+def test_a_whole_step_can_be_captured_and_follows_a_changing_learning_rate(kind: type[ng.NoisyOptimizer]) -> None:
+    means = []
+    for captured in (False, True):
+        model, optimizer = make(kind, capturable=True, stats_every=10**6, factor_every=10**6)
+        x, y = (t.clone() for t in batch(torch.Generator("cuda").manual_seed(5)))
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(4):
+                optimizer.step(lambda x=x, y=y, model=model: (model(x), y))
+        torch.cuda.current_stream().wait_stream(side)
+        optimizer._steps = 4
+        for generator in optimizer.generators:
+            generator.manual_seed(11)
+        graph = None
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            optimizer.register_with(graph)
+            with torch.cuda.graph(graph):
+                optimizer.step(lambda x=x, y=y, model=model: (model(x), y))
+        for step in range(6):
+            if step == 3:
+                optimizer.param_groups[0]["lr"].fill_(1e-4)
+            if graph is None:
+                optimizer._steps = 4
+                optimizer.step(lambda x=x, y=y, model=model: (model(x), y))
+            else:
+                graph.replay()
+        means.append(optimizer.mean.flat.clone())
+    torch.testing.assert_close(means[0], means[1], rtol=1e-9, atol=1e-12)
+
+
+def test_labels_out_of_range_and_nan_are_masked_and_reported_at_the_next_refresh() -> None:
+    for spoil in ("labels", "inputs"):
+        model = ng.networks.MLP(4, (8,), 3).cuda()
+        optimizer = ng.NoisyKFAC(model, ng.Categorical(), num_data=100, factor_every=10)
+        x, y = torch.randn(16, 4, device="cuda"), torch.randint(3, (16,), device="cuda")
+        for _ in range(12):
+            optimizer.step(lambda x=x, y=y, model=model: (model(x), y))
+        before = optimizer.mean.flat.clone()
+        bad_x, bad_y = x.clone(), y.clone()
+        if spoil == "labels":
+            bad_y[0] = 7
+        else:
+            bad_x[0, 0] = float("nan")
+        optimizer.step(lambda x=bad_x, y=bad_y, model=model: (model(x), y))
+        assert torch.equal(optimizer.mean.flat, before)
+        with pytest.raises(ng.NonFiniteError):
+            for _ in range(10):
+                optimizer.step(lambda x=x, y=y, model=model: (model(x), y))

@@ -1,0 +1,45 @@
+"""Every example runs, and prints what its docstring promises."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def run(name: str) -> str:
+    done = subprocess.run([sys.executable, EXAMPLES / name], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_ten_lines():
+    found = re.search(r"accuracy ([\d.]+)\nlog-likelihood (-[\d.]+)", run("ten_lines.py"))
+    assert float(found[1]) > 0.93
+    assert float(found[2]) > -0.3
+
+
+def test_scikit_learn():
+    output = run("scikit_learn.py")
+    assert 50 < float(re.search(r"RMSE ([\d.]+)", output)[1]) < 70
+    assert 80 < float(re.search(r"(\d+)% of the targets", output)[1]) <= 100
+
+
+def test_continual_learning_remembers_with_the_posterior_as_prior():
+    (forgot, new), (kept, learned) = re.findall(r"0-4 ([\d.]+), on the digits 5-9 ([\d.]+)", run("continual.py"))
+    assert float(forgot) < 0.2
+    assert float(kept) > 0.6
+    assert min(float(new), float(learned)) > 0.85
+
+
+def test_every_example_is_tested():
+    tested = re.findall(r'run\("(\w+\.py)"\)', Path(__file__).read_text(encoding="utf-8"))
+    assert sorted(tested) == sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_example_is_short(path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 60
