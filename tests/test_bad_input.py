@@ -31,7 +31,9 @@ BAD_OPTIONS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name, values in BAD_OPTIONS.items() for value in values], ids=str
+    ("name", "value"),
+    [(name, value) for name, values in BAD_OPTIONS.items() for value in values],
+    ids=lambda value: "schedule" if callable(value) else str(value),
 )
 def test_an_option_without_sense_is_refused(name, value):
     model = mlp()

@@ -63,3 +63,23 @@ def test_draws_do_not_hang_on_the_choice_of_eigenvectors() -> None:
         draws.append(fit.posterior().sample(torch.Generator().manual_seed(2)))
     for name, value in draws[0].items():
         close(value, draws[1][name], rtol=1e-6, atol=1e-7)
+
+
+def test_a_layer_used_by_half_of_the_data_has_half_of_its_fisher() -> None:
+    torch.manual_seed(0)
+    model = Model(lambda m, x: m.a(x) if m.use else m.b(x), a=nn.Linear(3, 2), b=nn.Linear(3, 2)).double()
+    likelihood = ng.Gaussian(noise_variance=1.0)
+    found = []
+    for uses in ([True, True], [True, False]):
+        fit = ng.NoisyKFAC(model, likelihood, num_data=100, fisher="exact", noise=False, stats_every=1, seed=0)
+        with fit.sampled() as draw:
+            for use in uses:
+                model.use = use
+                draw.nll(model(normal(8, 3)), normal(8, 2)).backward()
+        fit.step()
+        # The first update is the mean of the identity and what was measured.
+        statistics = fit.factors.statistics["a"]
+        found.append((2 * statistics.inputs - torch.eye(4), 2 * statistics.outputs - torch.eye(2)))
+    (inputs, outputs), (half_inputs, half_outputs) = found
+    close(half_outputs, outputs / 2)
+    close(half_inputs, (inputs + torch.eye(4)) / 2)

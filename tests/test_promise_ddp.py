@@ -210,10 +210,10 @@ def test_a_layer_that_only_one_rank_used_is_learned_by_both(ranks):
     names = [block.name for block in make(ng.NoisyKFAC, start).structure.blocks]
     updates = dict(zip(names, found["/optimizer/tensors/updates"].tolist(), strict=True))
     assert updates == {"first": 3, "rare": 3, "never": 3, "last": 3}
-    never, rare = (found[f"/optimizer/tensors/{name}/statistics/inputs"] for name in ("never", "rare"))
-    forgotten = torch.eye(5, dtype=torch.float64) / 4  # after three updates by nothing
+    never, rare = (found[f"/optimizer/tensors/{name}/statistics/outputs"] for name in ("never", "rare"))
+    forgotten = torch.eye(len(never), dtype=torch.float64) / 4  # after three updates by nothing
     torch.testing.assert_close(never, forgotten)
-    assert (rare - forgotten).diagonal()[-1] > 0.1  # the constant 1 that feeds a bias
+    assert (rare - forgotten).diagonal().max() > 1e-3
 
 
 def test_factorisation_is_shared_out(ranks):

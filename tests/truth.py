@@ -138,7 +138,7 @@ def measure(
         )
     found: dict[str, Statistics] = {}
     for block in structure.blocks:
-        measured = [block.measure(one, torch.float64, torch.device("cpu")) for one in passes]
+        measured = [block.measure(one, block.identity(torch.float64, torch.device("cpu"))) for one in passes]
         total = measured[0].map(torch.zeros_like)
         for m in measured:
             for name, tensor in total.tensors().items():

@@ -17,12 +17,13 @@ class Ranks:
     """The processes that hold a copy of one DistributedDataParallel model; of one process, where there is none."""
 
     def __init__(self, model: nn.Module) -> None:
-        wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or isinstance(
-            getattr(model, "_orig_mod", None), nn.parallel.DistributedDataParallel
-        )
-        self.active = wrapped and dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if self.active else 0
-        self.size = dist.get_world_size() if self.active else 1
+        for candidate in (model, getattr(model, "_orig_mod", None)):
+            if isinstance(candidate, nn.parallel.DistributedDataParallel):
+                self._group = candidate.process_group
+                self.active = True
+                self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
+                return
+        self.active, self.rank, self.size = False, 0, 1
 
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         """In place, the sum over the ranks of each tensor, in one message for each dtype."""
@@ -33,7 +34,7 @@ class Ranks:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         for several in by_dtype.values():
             message = torch.cat([tensor.reshape(-1) for tensor in several])
-            dist.all_reduce(message)
+            dist.all_reduce(message, group=self._group)
             for tensor, part in zip(several, message.split([t.numel() for t in several]), strict=True):
                 tensor.copy_(part.view_as(tensor))
 
@@ -42,7 +43,7 @@ class Ranks:
         if not self.active:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, group=self._group, group_src=0)
         return box[0]
 
     def share_out(self, costs: Sequence[float]) -> list[int]:
@@ -65,7 +66,7 @@ class Ranks:
         except Exception as error:
             failure = error
         failed = torch.tensor([float(failure is not None)], device=device)
-        dist.all_reduce(failed)
+        dist.all_reduce(failed, group=self._group)
         if failure is not None:
             raise failure
         if float(failed):
@@ -75,4 +76,4 @@ class Ranks:
         """Overwrite each tensor with that of the rank `source`."""
         if self.active:
             for tensor in tensors:
-                dist.broadcast(tensor, src=source)
+                dist.broadcast(tensor, group=self._group, group_src=source)

@@ -206,7 +206,7 @@ class NoisyRegressor(MultiOutputMixin, RegressorMixin, _NoisyEstimator):  # type
         lr: Step size at the start; None: 0.3 (1 for such a large full covariance). It falls to a hundredth along a
             cosine, and T steps are each kept in a trust region (`kl_clip`) of 1/T (diagonal 0.3/T), in [1e-4, 5e-3].
         kl_weight: Weight λ of the KL term; below 1 the posterior is narrower than Bayes' rule has it.
-        prior_variance: Variance η of each weight under the prior.
+        prior_variance: Variance η of each weight under the prior. With many features try 0.1 to 0.3: `elbo_` tells.
         noise: False fits a point estimate of the weights instead of a posterior.
         noise_prior: Shape and rate of the Gamma prior of the noise's precision, in standardised units; None learns the
             noise as a point.

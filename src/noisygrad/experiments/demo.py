@@ -47,8 +47,7 @@ class DemoConfig:
     """Fewer than a thousand weights, so that a full covariance is trained like the others."""
     regression_epochs: int | None = None
     """None: as many as the estimator finds right for the data."""
-    classification_epochs: int | None = 100
-    """About a quarter of what the estimator would do, to keep the full covariance within half a minute."""
+    classification_epochs: int | None = None
     num_samples: int = 100
     """Weight samples per prediction."""
 

@@ -383,7 +383,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         )
         batch = output.shape[len(self.likelihood.replicas)]
         for one in passes:
-            self._pending.add_statistics(self.structure.blocks, one, batch / len(passes), self.mean.flat)
+            self._pending.add_statistics(self.structure.blocks, one, batch / len(passes), self.factors.statistics)
 
     def _zeros(self) -> FlatWeights:
         return FlatWeights.zeros(self.structure, self.dtype, self.device)

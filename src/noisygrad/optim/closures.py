@@ -52,7 +52,7 @@ def _evaluate_once(optimizer: NoisyOptimizer, closure: Closure) -> None:
             records = capture.take()
             batch = records[0].inputs.shape[len(optimizer.structure.replicas)] if records else 1
             passes = passes_after_backward(records, optimizer._others, batch, optimizer.dtype)
-            optimizer._pending.add_statistics(optimizer.structure.blocks, passes, batch, optimizer.mean.flat)
+            optimizer._pending.add_statistics(optimizer.structure.blocks, passes, batch, optimizer.factors.statistics)
 
 
 def _run(optimizer: NoisyOptimizer, closure: Closure) -> tuple[Tensor, Tensor] | Tensor:

@@ -72,10 +72,12 @@ class Pending:
             self.statistics[name] = self.statistics[name].map(lambda t, count=count: t / count.clamp_min(1e-30))
 
     @torch.no_grad()
-    def add_statistics(self, blocks: Sequence[Block], passes: Mapping[str, Pass], weight: float, like: Tensor) -> None:
-        """Add one pass, counted as `weight` examples; in the type and on the device of `like`."""
+    def add_statistics(
+        self, blocks: Sequence[Block], passes: Mapping[str, Pass], weight: float, current: Mapping[str, Statistics]
+    ) -> None:
+        """Add one pass, counted as `weight` examples; `current` are the moving averages."""
         for block in blocks if passes else ():
-            measured = block.measure(passes, like.dtype, like.device)
+            measured = block.measure(passes, current[block.name])
             if block.name not in self.statistics:
                 self.statistics[block.name], self.examples[block.name] = measured, weight
                 continue

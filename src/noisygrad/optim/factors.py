@@ -6,7 +6,8 @@ the step. They are one where γ_ex = 0. Refreshing writes into the tensors there
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -134,6 +135,18 @@ class Factors:
         if self._ranks.active:
             for block, owner in zip(self.blocks, self._owners, strict=True):
                 self._ranks.broadcast(self.tensors(block).values(), owner)
+
+    @contextmanager
+    def unchanged_on_failure(self) -> Iterator[None]:
+        """If a factorisation fails inside, the moving averages and their counts are as they were before."""
+        moments, updates, seen = self._moments.clone(), self.updates.clone(), self._seen
+        try:
+            yield
+        except (ArithmeticError, RuntimeError):
+            self._moments.copy_(moments)
+            self.updates.copy_(updates)
+            self._seen = seen
+            raise
 
     def _factorise(self, block: Block, damping: float) -> BlockFactors:
         statistics, prior = self.statistics[block.name], self.priors[block.name]

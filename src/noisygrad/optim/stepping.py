@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,11 +28,12 @@ def apply_step(optimizer: NoisyOptimizer, step: int) -> None:
         return
     _scale_gradient(optimizer)
     mask = _watched(optimizer)
-    if pending.statistics:
-        optimizer.factors.update(pending.statistics, pending.examples, decay, mask)
-    if options.factors_due(step):
-        optimizer.guard.check()
-        optimizer.factors.refresh(dampings(optimizer))
+    with optimizer.factors.unchanged_on_failure() if options.factors_due(step) else nullcontext():
+        if pending.statistics:
+            optimizer.factors.update(pending.statistics, pending.examples, decay, mask)
+        if options.factors_due(step):
+            optimizer.guard.check()
+            optimizer.factors.refresh(dampings(optimizer))
     _move(optimizer, list(zip(optimizer.param_groups, optimizer._parts, strict=True)), clip, mask)
     if pending.noise is not None:
         _update_noise(optimizer, pending.noise / pending.noise_examples, mask)

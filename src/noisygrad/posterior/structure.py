@@ -6,6 +6,7 @@ or more units (layers' matrices) that share a covariance family; `Block.vector` 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,25 +104,41 @@ class Block:
             return tridiagonal.Statistics.identity(self.batch, outputs, inputs, dtype=dtype, device=device)
         return dense.Statistics.identity(self.batch, self.size, dtype=dtype, device=device)
 
-    def measure(self, passes: Mapping[str, Pass], dtype: torch.dtype, device: torch.device) -> Statistics:
-        """The statistics of one pass; a layer that took no part has no gradient, and so zeros."""
+    def measure(self, passes: Mapping[str, Pass], current: Statistics) -> Statistics:
+        """The statistics of one pass, for a moving average that is now `current`.
+
+        A layer that took no part has no gradient. It says nothing of its inputs either, which stay as they are.
+        """
         seen = [unit for unit in self.units if unit.name in passes]
-        if not seen:
-            return self.identity(dtype, device).map(torch.zeros_like)
-        if self.family == "diagonal":
+        if self.family == "diagonal" and seen:
             return diagonal.Statistics(self._joined({unit.name: passes[unit.name].squares() for unit in seen}))
-        if self.family == "full":
+        if self.family == "full" and seen:
             return dense.Statistics.measure(self._joined({unit.name: passes[unit.name].rows() for unit in seen}))
+        if not seen:
+            nothing = current.map(torch.zeros_like)
+            for name, tensor in nothing.tensors().items():
+                if name.startswith("inputs"):
+                    tensor.copy_(current.tensors()[name])
+            return nothing
         matrices = self._matrices(passes)
         if self.family == "kronecker":
             (only,) = matrices
             return kronecker.Statistics.measure(only.activations, only.gradients, only.constant)
-        return tridiagonal.Statistics.measure(
+        measured = tridiagonal.Statistics.measure(
             [p.activations for p in matrices],
             [p.gradients for p in matrices],
             [p.constant for p in matrices],
-            [a.gradients.shape[-3:-1] == b.gradients.shape[-3:-1] for a, b in pairwise(matrices)],
+            [
+                a.gradients.shape[-3:-1] == b.gradients.shape[-3:-1] and before in seen and after in seen
+                for (a, b), (before, after) in zip(pairwise(matrices), pairwise(self.units), strict=True)
+            ],
         )
+        if len(seen) == len(self.units) or not isinstance(current, tridiagonal.Statistics):
+            return measured
+        pairs = zip(self.units, measured.inputs, current.inputs, strict=True)
+        return dataclasses.replace(
+            measured, inputs=tuple(new if unit in seen else old for unit, new, old in pairs)
+        ).clone()
 
     def _matrices(self, passes: Mapping[str, Pass]) -> list[MatrixPass]:
         """The passes of all units; a layer of a chain that took no part has no gradient."""
