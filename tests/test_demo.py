@@ -83,7 +83,8 @@ def test_interruption_leaves_no_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr(demo, "run", interrupt)
     done = runner.invoke(main, ["demo", "--quick", "--output", str(tmp_path / "page.html")])
-    assert done.exit_code != 0
+    assert done.exit_code == 130
+    assert "not written" in done.output
     assert list(tmp_path.iterdir()) == []
 
 

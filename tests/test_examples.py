@@ -1,5 +1,6 @@
 """Every example runs, and prints what its docstring promises."""
 
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +12,9 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
 def run(name: str) -> str:
-    done = subprocess.run([sys.executable, EXAMPLES / name], capture_output=True, text=True, check=False, timeout=300)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # other tests are running
+    command = [sys.executable, EXAMPLES / name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

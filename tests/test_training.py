@@ -13,6 +13,13 @@ from noisygrad.training import Annealed, CheckpointError, CosineDecay, EpochReco
 from noisygrad.training import progress as progress_module
 from noisygrad.training.batches import TensorBatches
 from noisygrad.training.progress import Bar, Lines, Reporter, reporter
+from noisygrad.training.threads import one_thread
+
+
+@pytest.fixture(autouse=True)
+def _on_one_thread():
+    with one_thread():
+        yield
 
 
 def toy(n=24, seed=0, dtype=torch.float32):

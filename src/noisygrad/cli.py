@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -61,7 +63,8 @@ def demo(
         typer.Option("--output", "-o", metavar="PATH", callback=_writable_file, help="Where to write the page."),
     ] = Path("noisygrad-demo.html"),
     seed: Annotated[
-        int, typer.Option(min=0, max=2**32 - 1, help="Decides the splits, the initial weights and every draw.")
+        int,
+        typer.Option(metavar="N", min=0, max=2**32 - 1, help="Decides the splits, the initial weights and every draw."),
     ] = 0,
     quick: Annotated[
         bool, typer.Option("--quick", help="A few epochs only: shows that all works, with poor numbers.")
@@ -77,7 +80,7 @@ def demo(
 
     start = time.perf_counter()
     config = DemoConfig.quick(seed) if quick else DemoConfig(seed=seed)
-    with _progress() as progress:
+    with _interruptible(output), _progress() as progress:
         task = progress.add_task("", total=len(DATA) * len(METHODS) + 1)
         begun = itertools.count()
 
@@ -96,6 +99,16 @@ def demo(
         console.print("Quick trial: far too few epochs for good numbers.")
     console.print(f"{time.perf_counter() - start:.0f} s in all. The page is in ", end="")
     console.print(str(output), style="bold", soft_wrap=True, markup=False)
+
+
+@contextmanager
+def _interruptible(output: Path) -> Iterator[None]:
+    """Ctrl-C ends the command with a word about the file, which is written whole or not at all."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"Interrupted: {output} was not written.", err=True)
+        raise typer.Exit(130) from None
 
 
 def _progress() -> Progress:

@@ -295,7 +295,8 @@ def precision_matrices(
         bar = figure.colorbar(image, ax=grid, shrink=0.7, pad=0.02, aspect=30, ticks=[0, 0.05, 0.2, 0.5, 1])
         bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         bar.set_label("normalised precision, square-root scale")
-        bar.solids.set(edgecolor="face", linewidth=0.4)  # no seams between the steps of the scale in a vector image
+        if bar.solids is not None:  # no seams between the steps of the scale in a vector image
+            bar.solids.set(edgecolor="face", linewidth=0.4)
         bar.outline.set_visible(False)
     return figure
 

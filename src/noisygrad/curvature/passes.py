@@ -66,11 +66,13 @@ class MatrixPass(Pass):
         """Per-example gradients of W, `[..., B, out, in]`, and of b, `[..., B, out]`."""
         return gradients.mT @ activations, gradients.sum(dim=-2)
 
-    def _summed_squares(self, activations: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """Over the batch, the sums of the squares of the per-example gradients of W and of b."""
+    def _norms(self, activations: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """Over the batch, the norms of the per-example gradients of each weight in W and in b.
+
+        A norm is one pass over the large tensor where square and sum would be two.
+        """
         weight, bias = self._per_example(activations, gradients)
-        # A norm is one pass over the large tensor where square and sum would be two.
-        return torch.linalg.vector_norm(weight, dim=-3).square(), torch.linalg.vector_norm(bias, dim=-2).square()
+        return torch.linalg.vector_norm(weight, dim=-3), torch.linalg.vector_norm(bias, dim=-2)
 
     def squares(self) -> Tensor:
         batch, positions = self.activations.shape[-3:-1]
@@ -81,9 +83,9 @@ class MatrixPass(Pass):
         per_example = self.activations[..., :1, :1, :].numel() * self.gradients.shape[-1]
         size = max(1, CHUNK.get(self.gradients.device.type, 1 << 24) // max(1, per_example))
         chunks = zip(self.activations.split(size, dim=-3), self.gradients.split(size, dim=-3), strict=True)
-        weights, biases = zip(*(self._summed_squares(*chunk) for chunk in chunks), strict=True)
-        weight, bias = (parts[0] if len(parts) == 1 else torch.stack(parts).sum(0) for parts in (weights, biases))
-        return self._flat(weight, bias) / batch
+        norms = [self._flat(*self._norms(*chunk)) for chunk in chunks]
+        total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
+        return total.square() / batch
 
     @classmethod
     def joined(cls, passes: Sequence[Self]) -> Self:

@@ -1,7 +1,8 @@
 """The four posteriors and a point estimate on two data sets that come with scikit-learn.
 
-Diabetes (regression) and digits (classification), the estimators' own settings throughout, nothing chosen by looking
-at the test examples. `run` takes about a minute; its page is made by `noisygrad.report.demo`.
+Diabetes (regression) and digits (classification), with the estimators' defaults but for the sizes of the networks. One
+split and one training each: an illustration, not a benchmark. `run` takes about a minute; its page is made by
+`noisygrad.report.demo`.
 """
 
 from __future__ import annotations

@@ -141,9 +141,10 @@ def _classification(page: Page, demo: Demo) -> None:
 def _settings(page: Page, demo: Demo) -> None:
     page.section("How this was made")
     page.text(
-        "One random split of each data set and one training of each method: differences of a few units in the last "
-        "digits are not to be read into. All settings are the estimators' defaults but for those below, and none was "
-        "chosen on the test examples. Marked in the tables is the best value of a column."
+        "One random split of each data set and one training of each method: another seed changes the order of methods "
+        "that are close, so try a few. All settings are the estimators' defaults, but for the sizes of the networks, "
+        "which are small so that a full covariance is feasible. Marked in the tables is the best value of a column, "
+        "which need not be a difference beyond chance."
     )
     config = demo.config
     shared = demo.fits[-1].settings
