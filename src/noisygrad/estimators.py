@@ -49,6 +49,10 @@ _CACHED_WEIGHTS = 1 << 24
 """Weight samples are kept between predictions up to so many numbers."""
 
 
+_MANY_THREADS_FROM = 1 << 23
+"""Rows × weights from which on several threads predict faster than one."""
+
+
 class WeightDraws:
     """Samples of a posterior's weights: the same at every prediction, and drawn once if there is room for them."""
 
@@ -62,7 +66,7 @@ class WeightDraws:
     def outputs(self, x: Tensor, num_samples: int) -> Tensor:
         """The network's outputs, `[samples, rows, outputs]`, in float64: no row's depends on the others."""
         model = self.posterior.model
-        with torch.no_grad():
+        with torch.no_grad(), one_thread(len(x) * self.posterior.structure.size < _MANY_THREADS_FROM):
             return torch.stack([functional_call(model, w, (x,)) for w in self._draws(num_samples)])
 
     def _draws(self, num_samples: int) -> Iterator[dict[str, Tensor]] | list[dict[str, Tensor]]:
@@ -144,9 +148,9 @@ class _NoisyEstimator(BaseEstimator):  # type: ignore[misc]
                 seed=seeds[2],
                 progress=bool(self.verbose),
             )
-        self.posterior_ = optimizer.posterior()
-        self._draws = WeightDraws(self.posterior_, seeds[3])
-        self.elbo_ = self._elbo(x, target, seeds[3]) + elbo_shift
+            self.posterior_ = optimizer.posterior()
+            self._draws = WeightDraws(self.posterior_, seeds[3])
+            self.elbo_ = self._elbo(x, target, seeds[3]) + elbo_shift
 
     def _elbo(self, x: Tensor, y: Tensor, seed: int) -> float:
         if not self.noise:
