@@ -20,7 +20,7 @@ SOURCE = ROOT / "src" / "noisygrad"
 # A room may import those before it. What is not named here comes last, in any order without cycles.
 ROOMS = ("families", "priors", "predictions", "likelihoods", "curvature", "posterior", "optim", "training")
 # These import nothing of the package, so every room may use them.
-LEAVES = ("networks", "distributed")
+LEAVES = ("archive", "networks", "distributed")
 
 
 def run_tool(*arguments: str) -> None:
@@ -106,10 +106,16 @@ def absolute_base(node: ast.ImportFrom, name: str, path: Path) -> str:
 
 @functools.cache
 def imports(name: str) -> frozenset[str]:
-    """Everything a module imports, anywhere in it; `from package import submodule` counts as the submodule."""
+    """Everything a module imports when it runs; `from package import submodule` counts as the submodule."""
     path = modules()[name]
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    # What only a type checker imports does not exist when the program runs.
+    typed = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    skipped = {id(inner) for node in typed for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

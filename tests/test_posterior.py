@@ -300,10 +300,10 @@ def test_frozen_parameters_come_back_too(tmp_path: Path) -> None:
 
 def spoilt(path: Path, change: Callable[[dict], None]) -> None:
     with safetensors.safe_open(path, framework="pt") as file:
-        header = json.loads(file.metadata()["noisygrad"])
+        header = json.loads(file.metadata()["noisygrad_posterior"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     change(header)
-    safetensors.torch.save_file(tensors, path, metadata={"noisygrad": json.dumps(header)})
+    safetensors.torch.save_file(tensors, path, metadata={"noisygrad_posterior": json.dumps(header)})
 
 
 MISTAKES: dict[str, tuple[Callable[[Path], object], Callable[[], nn.Module], str]] = {

@@ -112,7 +112,12 @@ class _NoisyEstimator(BaseEstimator):  # type: ignore[misc]
         x = torch.from_numpy(self._standardised(X)).to(device, torch.float32)
         target = torch.from_numpy(y).to(device)
         seeds = check_random_state(self.random_state).randint(2**31 - 1, size=4).tolist()
-        network = MLP(x.shape[1], tuple(self.hidden), outputs, generator=torch.Generator().manual_seed(seeds[0]))
+        network = MLP(
+            x.shape[1],
+            [int(width) for width in self.hidden],
+            outputs,
+            generator=torch.Generator().manual_seed(seeds[0]),
+        )
         network.to(device)
         weights = sum(parameter.numel() for parameter in network.parameters())
         plan = Plan.of(
@@ -130,7 +135,7 @@ class _NoisyEstimator(BaseEstimator):  # type: ignore[misc]
             kl_weight=self.kl_weight,
             prior_variance=self.prior_variance,
             damping=self.damping,
-            mc_samples=self.mc_samples,
+            mc_samples=int(self.mc_samples),
             noise=self.noise,
             fisher="exact" if outputs == 1 else "sampled",  # one output: exact costs no more
             seed=seeds[1],
@@ -204,7 +209,7 @@ class NoisyRegressor(MultiOutputMixin, RegressorMixin, _NoisyEstimator):  # type
         posterior: The family of the covariance: "diagonal", "kronecker", "tridiagonal" or "full" (for networks of up to
             a few thousand weights: memory grows with the square of their number).
         hidden: Widths of the hidden layers (ReLU); () for a linear model.
-        epochs: Passes over the data. None: 300 + 3n steps in all (n rows), at most 20 000; for a full covariance of
+        epochs: Passes over the data. None: 250 + 2n steps in all (n rows), at most 20 000; for a full covariance of
             more than 1000 weights, 200 steps.
         batch_size: None: 32 for fewer than 256 rows, else n/8, at most 200.
         lr: Step size at the start; None: 0.3 (1 for such a large full covariance). It falls to a hundredth along a

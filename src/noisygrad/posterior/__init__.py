@@ -1,6 +1,6 @@
 """Mean, blocks and prior: a fitted Gaussian posterior, and its file."""
 
-from noisygrad.posterior.files import load_posterior
+from noisygrad.posterior.loading import load_posterior
 from noisygrad.posterior.posterior import Posterior
 
 __all__ = ["Posterior", "load_posterior"]

@@ -19,6 +19,7 @@ from torch.func import functional_call
 from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
 from noisygrad.families.kl import kl_divergence, log_prob
 from noisygrad.likelihoods import Likelihood
+from noisygrad.posterior.files import save_posterior
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import Block, Coverage, Family, Structure, parameter_order
 from noisygrad.posterior.weights import FlatWeights
@@ -258,8 +259,6 @@ class Posterior:
 
     def save(self, path: str | Path) -> None:
         """Write everything to one safetensors file; read it with `load_posterior(path, model)`."""
-        from noisygrad.posterior.files import save_posterior
-
         save_posterior(self, path)
 
 

@@ -6,8 +6,6 @@ Page("Title").section("Data").text("...").table(table).figure(figure, caption=".
 from __future__ import annotations
 
 import html
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from string import Template
@@ -15,6 +13,7 @@ from typing import Self
 
 from matplotlib.figure import Figure
 
+from noisygrad.archive import write_atomically
 from noisygrad.report.images import picture
 from noisygrad.report.stylesheet import CSS
 from noisygrad.report.tables import Table
@@ -96,28 +95,11 @@ class Page:
 
     def write(self, path: str | Path) -> Path:
         """Write atomically: whoever looks sees the old file or the whole new one, also after an interruption."""
-        target = Path(path)
-        content = self.html()
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-                file.write(content)
-            Path(temporary).chmod(_usual_mode())
-            Path(temporary).replace(target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-        return target
+        write_atomically(path, self.html().encode())
+        return Path(path)
 
     def _add(self, *parts: str) -> Self:
         if not self._sections:
             raise ValueError("the page has no section yet: call section(heading) first")
         self._sections[-1] += parts
         return self
-
-
-def _usual_mode() -> int:
-    """What a new file may be used for here; a temporary one is the owner's alone."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return 0o666 & ~mask

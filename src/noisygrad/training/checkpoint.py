@@ -6,22 +6,18 @@ them (`optimizer/tensors/mean`); everything around them is JSON in the header.
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from noisygrad.archive import read_archive, write_archive
+
 FORMAT = 1
-HEADER = "noisygrad_checkpoint"
 _MARK = "\0"
 """First character of the keys that stand for something JSON does not have; no name of ours begins with it."""
 
@@ -58,19 +54,8 @@ def save_checkpoint(
     state["extra"] = dict(extra or {})
     tensors: dict[str, Tensor] = {}
     header = {"format": FORMAT, "state": {name: _encode(value, name, tensors) for name, value in state.items()}}
-    data = safetensors.torch.save(tensors, metadata={HEADER: json.dumps(header)})
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_archive(path, "checkpoint", header, tensors)
 
 
 def load_checkpoint(
@@ -85,7 +70,8 @@ def load_checkpoint(
     Raises FileNotFoundError, or CheckpointError (a ValueError) for a file that is truncated, no checkpoint, of a newer
     format or of another model; the model is looked at before anything changes.
     """
-    state = _read(Path(path))
+    header, tensors = read_archive(path, "checkpoint", FORMAT, CheckpointError)
+    state: dict[str, Any] = _decode(header["state"], tensors)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     for name, part in parts.items():
         if part is not None and name not in state:
@@ -106,28 +92,6 @@ def load_checkpoint(
     return extra
 
 
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no checkpoint at {path}")
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get(HEADER)
-            if text is None:
-                raise CheckpointError(f"{path} is a safetensors file, but not a noisygrad checkpoint")
-            header = json.loads(text)
-            if header["format"] > FORMAT:
-                raise CheckpointError(
-                    f"{path} has format {header['format']}, this noisygrad reads up to {FORMAT}: upgrade noisygrad"
-                )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except safetensors.SafetensorError as error:
-        raise CheckpointError(
-            f"{path} is truncated or not a safetensors file ({error}); delete it to start afresh"
-        ) from error
-    state: dict[str, Any] = _decode(header["state"], tensors)
-    return state
-
-
 def _check_model(path: str | Path, model: nn.Module, saved: dict[str, Any]) -> None:
     own = {name: tuple(t.shape) for name, t in model.state_dict().items() if isinstance(t, Tensor)}
     theirs = {name: tuple(t.shape) for name, t in saved.items() if isinstance(t, Tensor)}
@@ -145,7 +109,7 @@ def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
         name = place
         while name in tensors:  # two keys of a dictionary that read alike, such as 1 and "1"
             name += "'"
-        tensors[name] = value.detach().cpu().contiguous().clone()
+        tensors[name] = value
         return {_MARK + "tensor": name}
     if value is None or isinstance(value, bool | int | float | str):
         return value

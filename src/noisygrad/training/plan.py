@@ -57,14 +57,14 @@ class Plan:
         diagonal = posterior == "diagonal"
         if batch_size is None:
             batch_size = 32 if examples < 256 else min(200, examples // 8)
-        batch_size = min(batch_size, examples)
+        batch_size = min(int(batch_size), examples)
         batches = math.ceil(examples / batch_size)
         if epochs is None:
-            epochs = math.ceil((200 if dense else min(300 + 3 * examples, 20_000)) / batches)
+            epochs = math.ceil((200 if dense else min(250 + 2 * examples, 20_000)) / batches)
         steps = epochs * batches
         return cls(
             batch_size=batch_size,
-            epochs=epochs,
+            epochs=int(epochs),
             lr=lr if lr is not None else 1.0 if dense else 0.3,
             kl_clip=min(max((0.3 if diagonal else 1.0) / steps, 1e-4), 5e-3),
             fisher_decay=0.99 if diagonal else 0.96,
