@@ -44,6 +44,8 @@ class Problem:
     loss: Callable[[Tensor, Tensor], Tensor]
     likelihood: Callable[[], ng.Likelihood]
     num_data: int
+    settings: dict[str, object]
+    """The paper's for this problem: regression has neither damping nor a trust region, CIFAR-10 has both."""
 
 
 def problem(name: str, device: torch.device) -> Problem:
@@ -57,6 +59,7 @@ def problem(name: str, device: torch.device) -> Problem:
             F.mse_loss,
             lambda: ng.Gaussian(noise_variance=0.1),
             455,
+            {},
         )
     return Problem(
         lambda: ng.networks.VGG16().to(device),
@@ -65,6 +68,7 @@ def problem(name: str, device: torch.device) -> Problem:
         F.cross_entropy,
         ng.Categorical,
         50_000,
+        {"damping": 1e-3, "kl_clip": 1e-3, "momentum_mode": "heavy_ball"},
     )
 
 
@@ -78,11 +82,9 @@ def make_steps(method: str, p: Problem) -> dict[str, Step]:
             p.likelihood(),
             num_data=p.num_data,
             lr=1e-5,
-            damping=1e-3,
             stats_every=STATS_EVERY,
             factor_every=FACTOR_EVERY,
-            kl_clip=1e-3,
-            momentum_mode="heavy_ball",
+            **p.settings,
         )
         kinds = {"plain": STATS_EVERY * 7, "statistics": STATS_EVERY * 3 - 1, "refresh": FACTOR_EVERY - 1}
 

@@ -112,13 +112,8 @@ class _NoisyEstimator(BaseEstimator):  # type: ignore[misc]
         x = torch.from_numpy(self._standardised(X)).to(device, torch.float32)
         target = torch.from_numpy(y).to(device)
         seeds = check_random_state(self.random_state).randint(2**31 - 1, size=4).tolist()
-        network = MLP(
-            x.shape[1],
-            [int(width) for width in self.hidden],
-            outputs,
-            generator=torch.Generator().manual_seed(seeds[0]),
-        )
-        network.to(device)
+        start, widths = torch.Generator().manual_seed(seeds[0]), [int(width) for width in self.hidden]
+        network = MLP(x.shape[1], widths, outputs, generator=start).to(device)
         weights = sum(parameter.numel() for parameter in network.parameters())
         plan = Plan.of(
             self.posterior,
@@ -189,13 +184,9 @@ class _NoisyEstimator(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         checked = _checked_inputs(self, X, reset=False)
         x = torch.from_numpy(self._standardised(checked)).to(torch.device(self.device))
-        rows = max(1, _OUTPUTS_AT_ONCE // (self.num_samples * self._num_outputs))
-        for part in x.split(rows):
-            yield self._draws.outputs(part, self.num_samples)
-
-    @property
-    def _num_outputs(self) -> int:
-        return int(self.posterior_.structure.units[-1].outputs)
+        samples, outputs = int(self.num_samples), self.posterior_.structure.units[-1].outputs
+        for part in x.split(max(1, _OUTPUTS_AT_ONCE // (samples * outputs))):
+            yield self._draws.outputs(part, samples)
 
 
 class NoisyRegressor(MultiOutputMixin, RegressorMixin, _NoisyEstimator):  # type: ignore[misc]

@@ -119,12 +119,16 @@ class Likelihood(nn.Module, ABC):
                 f"{name}: for an output of shape {list(output.shape)} the target must be of shape {list(expected)}; "
                 f"got {list(target.shape)}. {self._shape_advice(target.shape, expected)}"
             )
-        if not output.is_cuda and self.invalid(output, target).item():
+        if not output.is_cuda and not self._surely_valid(target) and bool(self.invalid(output, target)):
             raise ValueError(f"{name}: {self._value_advice(output, target)}")
 
     def invalid(self, output: Tensor, target: Tensor) -> Tensor:
         """Whether any value of `target` is impossible: a 0-dim bool on the device, found without waiting for it."""
         return ~target.isfinite().all()
+
+    def _surely_valid(self, target: Tensor) -> bool:
+        """A cheap test that most batches pass, where all that `invalid` asks is that targets are finite."""
+        return type(self).invalid is Likelihood.invalid and math.isfinite(target.sum().item())
 
     def harmless(self, output: Tensor, target: Tensor) -> Tensor:
         """`target` with impossible values replaced where a GPU would stop for ever at them; `invalid` tells of them."""

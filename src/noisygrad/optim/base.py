@@ -324,7 +324,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         if not self.factors.noisy:
             return
         self._pending.settle()
-        rows = self._noise.view(len(self.generators), -1)
+        rows = self._noise.view(len(self.generators), -1) if len(self.generators) > 1 else (self._noise,)
         for row, generator in zip(rows, self.generators, strict=True):
             row.normal_(generator=generator)
         self._replays.run("draw", self._memory(), self._perturb)

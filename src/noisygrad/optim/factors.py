@@ -179,6 +179,8 @@ class Factors:
 
     def sample(self, noise: Tensor) -> Tensor:
         """P^(−1/2) ε of every block; 0 where there is no noise. Noise has no order, so it is taken as it lies."""
+        if (only := self._only) is not None and only.sampler is not None:
+            return only.sampler.sample(noise)
         spread = torch.empty_like(noise)
         for block in self.blocks:
             sampler = self.cached[block.name].sampler
@@ -190,10 +192,19 @@ class Factors:
 
     def solve(self, gradient: Tensor) -> Tensor:
         """P⁻¹ g of every block, with the damping of the step."""
+        if (only := self._only) is not None:
+            return only.stepper.solve(gradient)
         solved = torch.empty_like(gradient)
         for block in self.blocks:
             block.write_(solved, self.cached[block.name].stepper.solve(block.vector(gradient)))
         return solved
+
+    @property
+    def _only(self) -> BlockFactors | None:
+        """The factors of the one block there is, if it takes the flat vector as it lies."""
+        if len(self.blocks) > 1 or self.blocks[0].family not in {"diagonal", "full"}:
+            return None
+        return self.cached[self.blocks[0].name]
 
 
 def _joined(records: dict[str, Statistics]) -> tuple[Tensor, dict[str, Statistics]]:

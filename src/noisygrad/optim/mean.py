@@ -47,19 +47,19 @@ class MeanStep:
         for group, part in groups:
             lr = group["lr"]
             if mask is None and not isinstance(lr, Tensor):
-                mean[..., part].add_(step[..., part], alpha=-lr)
+                _of(mean, part).add_(_of(step, part), alpha=-lr)
             else:
-                mean[..., part].sub_(step[..., part] * (lr if mask is None else lr * mask))
+                _of(mean, part).sub_(_of(step, part) * (lr if mask is None else lr * mask))
 
     def _averaged(self, gradient: Tensor, groups: Groups, mask: Tensor | None) -> Tensor:
         if all(group["momentum"] == 0 for group, _ in groups):
             return gradient
         averages = []
-        for (group, part), weight in zip(groups, self.weight.unbind(), strict=True):
-            beta = group["momentum"]
+        for index, (group, part) in enumerate(groups):
+            beta, weight = group["momentum"], self.weight[index : index + 1] if len(groups) > 1 else self.weight
             rate = 1.0 - beta if mask is None else (1.0 - beta) * mask
-            momentum = self.momentum[..., part].lerp_(gradient[..., part], rate)
-            weight.sub_(weight * rate).add_(rate)
+            momentum = _of(self.momentum, part).lerp_(_of(gradient, part), rate)
+            weight.mul_(1.0 - rate).add_(rate)
             averages.append(momentum / (weight if mask is None else weight.clamp_min(1e-30)))
         return averages[0] if len(averages) == 1 else torch.cat(averages, dim=-1)
 
@@ -69,6 +69,11 @@ class MeanStep:
             new = step[..., part].add(velocity, alpha=group["momentum"])
             velocity.copy_(new if mask is None else torch.where(mask > 0, new, velocity))
         return self.momentum
+
+
+def _of(tensor: Tensor, part: slice) -> Tensor:
+    """A group's part of a flat tensor, without a view where that is all of it."""
+    return tensor if part.stop - part.start == tensor.shape[-1] else tensor[..., part]
 
 
 def clip_factor(gradient: Tensor, step: Tensor, groups: Groups, clip: float | Tensor) -> Tensor:

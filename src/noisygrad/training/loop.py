@@ -167,7 +167,10 @@ class _Run:
         save_checkpoint(path, **self._states, extra=extra)
 
     def load(self, path: Path, seeded: bool) -> History:
-        extra = load_checkpoint(path)
+        try:
+            extra = load_checkpoint(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; delete it, or give resume=False, to start afresh") from error
         if "history" not in extra or "seeds" not in extra:
             raise CheckpointError(f"{path} was not saved by `train`; load it with `load_checkpoint`")
         ours: dict[str, Any] = {**self._settings, **({"seed": self.seeds} if seeded else {})}
