@@ -2,6 +2,9 @@
 
 `log_likelihood` and `nll` are those of the predictive mixture, in nats per example; the expected log-likelihood that
 enters the ELBO is another quantity and has another name.
+
+
+From torchmetrics where it has them, imported when called: the import takes a second.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ import numpy as np
 import torch
 from scipy import special
 from torch import Tensor
-from torchmetrics.functional.classification import binary_auroc, multiclass_accuracy, multiclass_calibration_error
 
 from noisygrad.predictions import BernoulliPrediction, CategoricalPrediction, Prediction, RegressionPrediction
 
@@ -109,6 +111,8 @@ def _crps_by_quadrature(prediction: RegressionPrediction, target: Tensor) -> Ten
 def accuracy(prediction: Prediction | Tensor, target: Tensor) -> float:
     """The share of labels that are the most probable class, in [0, 1]. A tensor is taken as class probabilities."""
     probs, labels = _probs_and_labels(prediction, target)
+    from torchmetrics.functional.classification import multiclass_accuracy
+
     return float(multiclass_accuracy(probs, labels, num_classes=probs.shape[-1], average="micro"))
 
 
@@ -124,6 +128,8 @@ def ece(prediction: Prediction | Tensor, target: Tensor, bins: int = 15) -> floa
     if bins < 1:
         raise ValueError(f"bins must be at least 1; got {bins}.")
     probs, labels = _probs_and_labels(prediction, target)
+    from torchmetrics.functional.classification import multiclass_calibration_error
+
     return float(multiclass_calibration_error(probs, labels, num_classes=probs.shape[-1], n_bins=bins, norm="l1"))
 
 
@@ -139,6 +145,8 @@ def auroc(scores_in: Tensor, scores_out: Tensor) -> float:
     # Ranks, since torchmetrics squashes scores outside [0, 1] by a sigmoid, which ties the large ones.
     distinct, ranks = scores.unique(return_inverse=True)
     labels = torch.cat([torch.zeros_like(scores_in, dtype=torch.long), torch.ones_like(scores_out, dtype=torch.long)])
+    from torchmetrics.functional.classification import binary_auroc
+
     return float(binary_auroc(ranks.double() / max(1, distinct.numel() - 1), labels))
 
 
