@@ -37,7 +37,7 @@ class Categorical(Likelihood):
 
     def invalid(self, output: Tensor, target: Tensor) -> Tensor:
         """Whether any label is outside 0..classes-1."""
-        return ((target < 0) | (target >= output.shape[-1])).any()
+        return (self.harmless(output, target) != target).any()
 
     def _value_advice(self, output: Tensor, target: Tensor) -> str:
         return (

@@ -230,6 +230,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         try:
             apply_step(self, self._steps + 1)
         except BaseException:
+            self.mean.write_parameters_()
             for name in ("grad_scale", "found_inf"):  # a GradScaler's, which takes them away after a success only
                 vars(self).pop(name, None)
             raise
@@ -294,7 +295,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
     # ---------------------------------------------------------------- drawing
 
     @contextmanager
-    def _drawn(self, with_statistics: bool) -> Iterator[tuple[Draw, Capture | None]]:
+    def _drawn(self, with_statistics: bool, *, restore: bool = True) -> Iterator[tuple[Draw, Capture | None]]:
+        """A draw; without `restore` the mean comes back only after a failure, since a step is to write it anyway."""
         if self._in_draw:
             raise RuntimeError("sampled() contexts cannot be nested")
         self._read_mean()
@@ -302,7 +304,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         capture = Capture(self._layers, compiled=self._compiled) if due else None
         draw = Draw(lambda output, target: self._measure(capture, output, target))
         with undone_on_failure(self.generators, self._consume):
-            self._in_draw = True
+            self._in_draw, failed = True, True
             try:
                 self._draw_weights()
                 if capture is None:
@@ -310,10 +312,11 @@ class NoisyOptimizer(torch.optim.Optimizer):
                 else:
                     with capture:
                         yield draw, capture
+                failed = False
             finally:
                 self._in_draw = False
                 draw.close()
-                if self.factors.noisy:
+                if self.factors.noisy and (restore or failed):
                     self.mean.write_parameters_()
             draw.check_differentiated()
         self._pending.add_draw(self._sample.flat if self.factors.noisy else self.mean.flat)

@@ -22,14 +22,15 @@ Closure = Callable[[], tuple[Tensor, Tensor] | Tensor]
 def evaluate(optimizer: NoisyOptimizer, closure: Closure) -> None:
     """`mc_samples` draws with the closure, and where `fisher_pass="fresh"` asks for it, one more for statistics."""
     options = optimizer.options
+    afresh = options.fisher_pass == "fresh" and options.stats_due(optimizer._steps + 1)
     for _ in range(options.mc_samples):
-        _evaluate_once(optimizer, closure)
-    if options.fisher_pass == "fresh" and options.stats_due(optimizer._steps + 1):
+        _evaluate_once(optimizer, closure, only=options.mc_samples == 1 and not afresh)
+    if afresh:
         _evaluate_afresh(optimizer, closure)
 
 
-def _evaluate_once(optimizer: NoisyOptimizer, closure: Closure) -> None:
-    with optimizer._drawn(optimizer.options.fisher_pass == "same") as (_, capture):
+def _evaluate_once(optimizer: NoisyOptimizer, closure: Closure, *, only: bool) -> None:
+    with optimizer._drawn(optimizer.options.fisher_pass == "same", restore=not only) as (_, capture):
         if capture is not None:
             capture.watch_backward = True
         result = _run(optimizer, closure)
