@@ -5,6 +5,7 @@
 Every method trains the same network on the same batch. Rounds of all methods are interleaved, so that a machine whose
 speed drifts slows all of them alike; the figure of a method is the median over rounds of the mean step time. Statistics
 every 10 steps and factors every 200 are amortised: plain, statistics and refresh steps are timed apart and weighted.
+For VGG16 the statistics are of 32 of the 128 examples (`--stats-batch`).
 Peers are optional installs: what is missing is left out with a note.
 """
 
@@ -48,7 +49,7 @@ class Problem:
     """The paper's for this problem: regression has neither damping nor a trust region, CIFAR-10 has both."""
 
 
-def problem(name: str, device: torch.device) -> Problem:
+def problem(name: str, device: torch.device, stats_batch: int | None) -> Problem:
     """The two of the paper: MLP 13-50-1 at batch 10, VGG16 at batch 128."""
     torch.manual_seed(0)
     if name == "mlp":
@@ -68,7 +69,7 @@ def problem(name: str, device: torch.device) -> Problem:
         F.cross_entropy,
         ng.Categorical,
         50_000,
-        {"damping": 1e-3, "kl_clip": 1e-3, "momentum_mode": "heavy_ball"},
+        {"damping": 1e-3, "kl_clip": 1e-3, "momentum_mode": "heavy_ball", "stats_batch": stats_batch},
     )
 
 
@@ -146,9 +147,11 @@ def amortised(times: dict[str, float]) -> float:
     return (1 - share) * times["plain"] + (share - refresh) * times["statistics"] + refresh * times["refresh"]
 
 
-def measure(name: str, methods: list[str], device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
+def measure(
+    name: str, methods: list[str], device: torch.device, rounds: int, stats_batch: int | None
+) -> dict[str, dict[str, float]]:
     """Interleaved rounds of all methods on one network."""
-    p = problem(name, device)
+    p = problem(name, device, stats_batch)
     steps = {method: make_steps(method, p) for method in methods}
     quick = name == "mlp"
     counts = {"plain": 300, "statistics": 100, "refresh": 30} if quick else {"plain": 5, "statistics": 2, "refresh": 1}
@@ -169,24 +172,27 @@ def measure(name: str, methods: list[str], device: torch.device, rounds: int) ->
     return results
 
 
-def peak_memory(name: str, method: str, device: torch.device) -> float:
+def peak_memory(name: str, method: str, device: torch.device, stats_batch: int | None) -> float:
     """Peak memory in MB of three steps of each kind: of the device, or of a process of its own."""
     if device.type == "cuda":
-        p = problem(name, device)
+        p = problem(name, device, stats_batch)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         for step in make_steps(method, p).values():
             seconds(step, 3, device)
         return torch.cuda.max_memory_allocated() / 2**20
     code = subprocess.run(
-        [sys.executable, __file__, "--only-memory", name, method], capture_output=True, text=True, check=True
+        [sys.executable, __file__, "--stats-batch", str(stats_batch or 0), "--only-memory", name, method],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return float(code.stdout.strip().splitlines()[-1])
 
 
-def only_memory(name: str, method: str) -> None:
+def only_memory(name: str, method: str, stats_batch: int | None) -> None:
     """Print the peak resident memory of this process, less what it had before the steps."""
-    p = problem(name, torch.device("cpu"))
+    p = problem(name, torch.device("cpu"), stats_batch)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for step in make_steps(method, p).values():
         seconds(step, 2, torch.device("cpu"))
@@ -211,12 +217,14 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["mlp", "vgg16"], choices=["mlp", "vgg16"])
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--stats-batch", type=int, default=32, help="examples of a VGG16 batch for statistics; 0: all")
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--only-memory", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    stats_batch = arguments.stats_batch or None
     if arguments.only_memory:
-        only_memory(*arguments.only_memory)
+        only_memory(*arguments.only_memory, stats_batch)
         return
     device = torch.device(arguments.device)
     methods = list(arguments.methods)
@@ -228,10 +236,10 @@ def main() -> None:
             print("IVON is left out: pip install ivon-opt")
     results: dict[str, dict[str, dict[str, float]]] = {}
     for name in arguments.models:
-        results[name] = measure(name, methods, device, arguments.rounds)
+        results[name] = measure(name, methods, device, arguments.rounds, stats_batch)
         if arguments.memory:
             for method in methods:
-                results[name][method]["peak_mb"] = peak_memory(name, method, device)
+                results[name][method]["peak_mb"] = peak_memory(name, method, device, stats_batch)
         report(name, results[name])
     if arguments.output:
         where = torch.cuda.get_device_name() if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
@@ -239,6 +247,7 @@ def main() -> None:
             "command": "python benchmarks/run.py " + " ".join(sys.argv[1:]),
             "device": where,
             "threads": torch.get_num_threads(),
+            "stats_batch": {"mlp": None, "vgg16": stats_batch},
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "noisygrad": ng.__version__},
             "seconds_per_step": results,
         }

@@ -242,3 +242,9 @@ def test_fitted_chain_prior_forgets_its_factors_when_overwritten() -> None:
     close(prior.times(vector), other.times(vector))
     close(prior.logdet(), other.logdet())
     assert (prior.times(vector) - before).norm() > 1e-3
+
+
+def test_products_with_a_triangle_leave_out_only_zeros() -> None:
+    lower = torch.randn(2, 600, 600, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).tril()
+    matrix = torch.randn(2, 5, 600, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(kronecker.times_lower(matrix, lower), matrix @ lower)

@@ -58,6 +58,8 @@ def read_archive(
             if text is None:
                 raise error(f"{path} is a safetensors file, but not a noisygrad {kind}")
             header: dict[str, Any] = json.loads(text)
+            if not isinstance(header.get("format"), int):
+                raise error(f"{path} has no format number in its header: it was not written by noisygrad")
             if header["format"] > newest:
                 raise error(
                     f"{path} has format {header['format']}, this noisygrad reads up to {newest}: upgrade noisygrad"

@@ -384,7 +384,11 @@ def _checked_inputs(estimator: _NoisyEstimator, X: ArrayLike, y: Any = "no_valid
 
 def _moments(values: Floats) -> tuple[Floats, Floats]:
     """Mean and standard deviation of each column; a column that is constant up to rounding gets 1."""
-    mean, std = values.mean(axis=0), values.std(axis=0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        mean, std = values.mean(axis=0), values.std(axis=0)
+    if not np.isfinite(std).all():
+        column = int(np.flatnonzero(~np.isfinite(np.atleast_1d(std)))[0])
+        raise ValueError(f"column {column} holds values too large to standardise: rescale it")
     constant = std <= 10 * np.finfo(np.float64).eps * np.abs(mean)
     return mean, np.where(constant, 1.0, std)
 

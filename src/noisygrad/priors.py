@@ -10,6 +10,7 @@ import fnmatch
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 
 from torch import Tensor
 
@@ -34,8 +35,13 @@ class FittedPrior:
 def check_prior_variance(prior_variance: PriorVariance) -> None:
     """Raise unless every η is positive (inf, no prior at all, is allowed)."""
     for pattern, value in _patterns(prior_variance):
-        if not isinstance(value, int | float) or math.isnan(value) or value <= 0:
+        if not isinstance(value, Real) or math.isnan(value) or value <= 0:
             raise ValueError(f"prior_variance must be positive, got {value!r} for {pattern!r}")
+
+
+def is_improper(prior_variance: PriorVariance) -> bool:
+    """Whether some weights have no prior at all."""
+    return any(math.isinf(value) for _, value in _patterns(prior_variance))
 
 
 def check_patterns(prior_variance: PriorVariance, names: Iterable[str]) -> None:
@@ -50,7 +56,7 @@ def prior_precision(prior_variance: PriorVariance, name: str) -> float:
     """1/η of the named parameter; 0 where η is infinite."""
     for pattern, value in _patterns(prior_variance):
         if fnmatch.fnmatchcase(name, pattern):
-            return 1.0 / value
+            return 1.0 / float(value)
     raise ValueError(f'prior_variance has no pattern for parameter {name!r}; add "*" for all others')
 
 

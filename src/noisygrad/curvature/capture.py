@@ -30,7 +30,8 @@ class Record:
     inputs: Tensor
     version: int
     edge: GradientEdge
-    gradient: Tensor | None = None
+    kept: list[Tensor]
+    """The gradient of the user's own backward pass, if one was watched."""
 
     def checked_inputs(self) -> Tensor:
         """The input, unless something has overwritten it since."""
@@ -53,6 +54,7 @@ class Capture:
         self._layers = layers
         self._compiled = compiled
         self._handles: list[RemovableHandle] = []
+        self._node_handles: list[RemovableHandle] = []
         self._patched: list[tuple[nn.Module, Any]] = []
         self._records: list[Record] = []
         self._stack = ExitStack()
@@ -80,12 +82,19 @@ class Capture:
         self._handles.clear()
         self._patched.clear()
         self._records.clear()
+        self._forget_nodes()
         self._stack.close()
 
     def take(self) -> list[Record]:
         """The records since the last call."""
         records, self._records = self._records, []
+        self._forget_nodes()
         return records
+
+    def _forget_nodes(self) -> None:
+        for handle in self._node_handles:
+            handle.remove()
+        self._node_handles.clear()
 
     def _hook(self, unit: Unit) -> Callable[..., Tensor]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
@@ -108,17 +117,19 @@ class Capture:
         if output._is_view():
             # Linear layers on sequences return a view; an in-place activation would cut *its* edge out of the graph.
             output = output.clone()
-        record = Record(unit, module, inputs.detach(), inputs._version, get_gradient_edge(output))
-        self._records.append(record)
+        edge, kept = get_gradient_edge(output), list[Tensor]()
+        self._records.append(Record(unit, module, inputs.detach(), inputs._version, edge, kept))
         if self.watch_backward:
-            record.edge.node.register_prehook(self._keep(record))
+            self._node_handles.append(edge.node.register_prehook(self._keep(edge.output_nr, kept)))
         return output
 
-    def _keep(self, record: Record) -> Callable[..., None]:
+    def _keep(self, output_nr: int, kept: list[Tensor]) -> Callable[..., None]:
+        """A hook that must not know the edge: node → hook → edge → node would keep all activations for ever."""
+
         def keep(gradients: tuple[Tensor | None, ...]) -> None:
-            gradient = gradients[record.edge.output_nr]
+            gradient = gradients[output_nr]
             if self.watch_backward and gradient is not None:
-                record.gradient = gradient.detach()
+                kept.append(gradient.detach())
 
         return keep
 

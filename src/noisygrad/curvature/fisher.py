@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from noisygrad.curvature.capture import Record
-from noisygrad.curvature.layers import Unit, find_layer, unbatched
+from noisygrad.curvature.layers import Batch, Unit, find_layer, first_examples, unbatched
 from noisygrad.curvature.passes import Pass, SummedPass
 from noisygrad.likelihoods import Likelihood
 
@@ -37,15 +37,18 @@ def fisher_passes(
     others: Parameters,
     generators: Sequence[torch.Generator],
     dtype: torch.dtype,
+    keep: int | None = None,
 ) -> Iterator[dict[str, Pass]]:
     """The passes whose mean is the Fisher: for each, every unit that took part, by name.
 
     `output` keeps its graph. Of `others` only a summed gradient can be had; each example's share gets a random sign
-    (`SummedPass` says why), which changes nothing for the layers.
+    (`SummedPass` says why), which changes nothing for the layers. Only the first `keep` examples are looked at.
     """
     lead = len(likelihood.replicas)
-    batch = output.shape[lead]
-    summed = bool(others) or any(unbatched(record.module, record.inputs, batch) for record in records)
+    batch = Batch(output.shape[lead], output.shape[lead] if keep is None else keep)
+    if batch.kept < batch.size:
+        output, target = output.narrow(lead, 0, batch.kept), target.narrow(lead, 0, batch.kept)
+    summed = bool(others) or any(unbatched(record.module, record.inputs, batch.size) for record in records)
     signs = random_signs(output, lead, generators) if summed else None
     if kind == "exact":
         columns = likelihood.output_fisher_factor(output.detach())
@@ -71,23 +74,24 @@ def random_signs(output: Tensor, lead: int, generators: Sequence[torch.Generator
 
 
 def passes_after_backward(
-    records: Sequence[Record], others: Parameters, batch: int, dtype: torch.dtype
+    records: Sequence[Record], others: Parameters, size: int, dtype: torch.dtype
 ) -> dict[str, Pass]:
     """The passes of a *mean* loss that the user has already differentiated: the empirical Fisher.
 
     For parameters without a layer only the summed gradient is there, without signs, so that theirs comes out too large.
     """
-    seen = [record for record in records if record.gradient is not None]
-    gradients = [record.gradient * batch for record in seen if record.gradient is not None]
+    seen = [record for record in records if record.kept]
+    batch = Batch(size, size)
+    gradients = [torch.stack(record.kept).sum(dim=0) * size for record in seen]
     passes = _layer_passes(seen, gradients, batch, dtype)
     for unit, parameter in others:
         if parameter.grad is not None:
-            passes[unit.name] = _summed(unit, parameter.grad * batch, batch, dtype)
+            passes[unit.name] = _summed(unit, parameter.grad * size, batch, dtype)
     return passes
 
 
 def _differentiate(
-    total: Tensor, records: Sequence[Record], others: Parameters, batch: int, dtype: torch.dtype
+    total: Tensor, records: Sequence[Record], others: Parameters, batch: Batch, dtype: torch.dtype
 ) -> dict[str, Pass]:
     places = [*(record.edge for record in records), *(get_gradient_edge(parameter) for _, parameter in others)]
     if not places:
@@ -102,12 +106,12 @@ def _differentiate(
     return passes
 
 
-def _summed(unit: Unit, gradient: Tensor, batch: int, dtype: torch.dtype) -> SummedPass:
-    return SummedPass(gradient.detach().to(dtype).flatten(start_dim=len(unit.replicas)), batch)
+def _summed(unit: Unit, gradient: Tensor, batch: Batch, dtype: torch.dtype) -> SummedPass:
+    return SummedPass(gradient.detach().to(dtype).flatten(start_dim=len(unit.replicas)), batch.kept)
 
 
 def _layer_passes(
-    records: Sequence[Record], gradients: Sequence[Tensor], batch: int, dtype: torch.dtype
+    records: Sequence[Record], gradients: Sequence[Tensor], batch: Batch, dtype: torch.dtype
 ) -> dict[str, Pass]:
     calls: dict[str, list[Pass]] = {}
     with torch.no_grad():
@@ -115,8 +119,12 @@ def _layer_passes(
             layer = find_layer(record.module)
             assert layer is not None
             inputs = record.checked_inputs()
+            if batch.kept < batch.size:
+                whole = unbatched(record.module, inputs, batch.size)
+                inputs = inputs if whole else first_examples(inputs, batch, record.unit)
+                gradient = gradient if whole else first_examples(gradient, batch, record.unit)  # noqa: PLW2901
             inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
-            seen = layer.observe(record.unit, record.module, inputs, gradient.to(dtype), batch)
+            seen = layer.observe(record.unit, record.module, inputs, gradient.to(dtype), batch.kept)
             calls.setdefault(record.unit.name, []).append(seen)
         return {
             name: several[0] if len(several) == 1 else several[0].joined(several) for name, several in calls.items()

@@ -118,8 +118,28 @@ def register(*types: type[nn.Module]) -> Callable[[Layer], Layer]:
 
 
 def find_layer(module: nn.Module) -> Layer | None:
-    """The entry for this module's type or the nearest base class of it."""
-    return next((REGISTRY[kind] for kind in type(module).__mro__ if kind in REGISTRY), None)
+    """The entry for this module's type, or for a base class whose `forward` it has not replaced by its own."""
+    kind = next((kind for kind in type(module).__mro__ if kind in REGISTRY), None)
+    return REGISTRY[kind] if kind is not None and type(module).forward is kind.forward else None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How many examples a batch has, and of how many, its first, the statistics are taken."""
+
+    size: int
+    kept: int
+
+
+def first_examples(tensor: Tensor, batch: Batch, unit: Unit) -> Tensor:
+    """The part of a layer's input or output gradient that belongs to the examples kept; dimensions as in `arrange`."""
+    lead = len(unit.replicas)
+    sizes = tensor.shape[lead:]
+    if len(sizes) > 1 and sizes[1] == batch.size and (unit.sequence_first or sizes[0] % batch.size):
+        return tensor.narrow(lead + 1, 0, batch.kept)
+    if sizes[0] % batch.size:
+        return tensor  # `arrange` will say what is wrong
+    return tensor.narrow(lead, 0, batch.kept * (sizes[0] // batch.size))
 
 
 def arrange(tensor: Tensor, batch: int, unit: Unit) -> Tensor:
@@ -368,6 +388,8 @@ def _other_unit(owners: list[str], parameter: Tensor, module: nn.Module) -> Unit
         note = f"shared by {', '.join(owners)}"
     elif find_layer(module) is not None:
         note = f"no structure known for this parameter of {layer}"
+    elif any(kind in REGISTRY for kind in type(module).__mro__):
+        note = f"{layer} has a forward of its own: register it to give it structure"
     else:
         note = f"no structure known for {layer}"
     scale = isinstance(module, nn.modules.batchnorm._NormBase) and owners[0].endswith("weight")  # SyncBatchNorm

@@ -19,6 +19,15 @@ from torch import Tensor
 CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}
 """Per-example gradients are formed for at most this many numbers at a time: what fits a cache, or keeps a GPU busy."""
 
+FEW_POSITIONS = 4
+"""Up to so many positions, products over pairs of them are cheaper than per-example matrices."""
+
+
+def _sum_of_squares(tensor: Tensor, dim: int) -> Tensor:
+    """On a GPU by a norm, one pass over the tensor; on a CPU norms over a leading dimension are slow. Overwrites it."""
+    norm: Tensor = torch.linalg.vector_norm(tensor, dim=dim) if tensor.is_cuda else tensor.mul_(tensor).sum(dim=dim)
+    return norm.square() if tensor.is_cuda else norm
+
 
 class Pass(ABC):
     """One pass through one unit: its per-example gradients, in the order of the unit's weights."""
@@ -66,26 +75,32 @@ class MatrixPass(Pass):
         """Per-example gradients of W, `[..., B, out, in]`, and of b, `[..., B, out]`."""
         return gradients.mT @ activations, gradients.sum(dim=-2)
 
-    def _norms(self, activations: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """Over the batch, the norms of the per-example gradients of each weight in W and in b.
-
-        A norm is one pass over the large tensor where square and sum would be two.
-        """
-        weight, bias = self._per_example(activations, gradients)
-        return torch.linalg.vector_norm(weight, dim=-3), torch.linalg.vector_norm(bias, dim=-2)
-
     def squares(self) -> Tensor:
         batch, positions = self.activations.shape[-3:-1]
         if positions == 1:
             # (g aᵀ)² = g² (a²)ᵀ: no per-example matrix is needed.
             inputs, outputs = self.activations.squeeze(-2).square(), self.gradients.squeeze(-2).square()
             return self._flat(outputs.mT @ inputs, outputs.sum(dim=-2)) / batch
+        if positions <= FEW_POSITIONS:
+            return self._flat(self._by_pairs(), self.gradients.sum(dim=-2).square().sum(dim=-2)) / batch
         per_example = self.activations[..., :1, :1, :].numel() * self.gradients.shape[-1]
         size = max(1, CHUNK.get(self.gradients.device.type, 1 << 24) // max(1, per_example))
-        chunks = zip(self.activations.split(size, dim=-3), self.gradients.split(size, dim=-3), strict=True)
-        norms = [self._flat(*self._norms(*chunk)) for chunk in chunks]
-        total = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), dim=0)
-        return total.square() / batch
+        total = None
+        for a, g in zip(self.activations.split(size, dim=-3), self.gradients.split(size, dim=-3), strict=True):
+            weight, bias = self._per_example(a, g)
+            new = self._flat(_sum_of_squares(weight, -3), _sum_of_squares(bias, -2))
+            total = new if total is None else total + new
+        assert total is not None
+        return total / batch
+
+    def _by_pairs(self) -> Tensor:
+        """Σ_b (Σ_t g a)² = Σ_{t ≤ t'} (1 or 2) (g_t g_t')(a_t a_t'): one product of matrices, for few positions."""
+        positions = self.gradients.shape[-2]
+        first, second = torch.triu_indices(positions, positions, device=self.gradients.device)
+        twice = (1.0 + (first != second)).to(self.gradients.dtype).unsqueeze(-1)
+        g: Tensor = self.gradients[..., first, :] * self.gradients[..., second, :] * twice
+        a: Tensor = self.activations[..., first, :] * self.activations[..., second, :]
+        return g.flatten(start_dim=-3, end_dim=-2).mT @ a.flatten(start_dim=-3, end_dim=-2)
 
     @classmethod
     def joined(cls, passes: Sequence[Self]) -> Self:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self, TypeAlias
 
@@ -26,6 +25,7 @@ from noisygrad.estimators import NoisyClassifier, NoisyRegressor, PosteriorName
 from noisygrad.experiments.environment import versions
 from noisygrad.posterior import Posterior
 from noisygrad.predictions import Prediction
+from noisygrad.training.threads import one_thread
 
 DataName: TypeAlias = Literal["diabetes", "digits"]
 Announce: TypeAlias = Callable[[DataName, str], None]
@@ -135,7 +135,7 @@ def run(config: DemoConfig, announce: Announce | None = None) -> Demo:
     """
     splits = {data: load_split(data, config) for data in DATA}
     fits = []
-    with _one_thread():
+    with one_thread():
         for data, split in splits.items():
             for method in METHODS:
                 if announce is not None:
@@ -193,13 +193,3 @@ def _classification_metrics(prediction: Prediction, split: Split) -> dict[str, f
         "log_likelihood": metrics.log_likelihood(prediction, split.target),
         "ece": metrics.ece(prediction, split.target),
     }
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -162,6 +162,14 @@ class Precision(TensorRecord, ABC):
     def to_dense(self) -> Tensor:
         """P as a matrix, `[..., n, n]`."""
 
+    def covariance(self, like: Tensor) -> Tensor:
+        """P⁻¹ as a matrix `[..., n, n]`, for vectors shaped like `like`: R Rᵀ, what `sample` draws from."""
+        size = like.shape[-1]
+        eye = torch.eye(size, dtype=like.dtype, device=like.device)
+        columns = self.sample(eye.reshape(size, *(1,) * (like.dim() - 1), size).expand(size, *like.shape))
+        root = columns.movedim(0, -1)
+        return root @ root.mT
+
     @abstractmethod
     def as_prior(self) -> Prior:
         """P as the prior of a later fit."""

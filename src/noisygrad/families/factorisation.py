@@ -107,7 +107,11 @@ def _floored_inverse_root(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor
         stacklevel=3,
     )
     eigenvalues = torch.maximum(eigenvalues, floor.double()[..., None])
-    root = vectors * eigenvalues.rsqrt()[..., None, :]
+    # Triangular like the other, and the same whichever eigenvectors were found: λ^½ Vᵀ = Q R makes the matrix RᵀR.
+    upper: Tensor = torch.linalg.qr(eigenvalues.sqrt()[..., :, None] * vectors.mT, mode="r").R
+    upper = upper * upper.diagonal(dim1=-2, dim2=-1).sign()[..., :, None]
+    eye = torch.eye(size, dtype=upper.dtype, device=upper.device).expand_as(upper)
+    root: Tensor = torch.linalg.solve_triangular(upper, eye, upper=True)
     return root.to(matrix.dtype), eigenvalues.log().sum(-1).to(matrix.dtype)
 
 

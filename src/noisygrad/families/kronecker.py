@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Self
 
 import torch
@@ -20,6 +21,10 @@ from noisygrad.families.base import DampingMode
 from noisygrad.families.factorisation import factorisation_error, inverse_root, rounding_floor, symmetric_eigh
 
 _LARGEST_PI = 1e8
+
+
+LARGE = 512
+"""From this size on it pays to take a triangular matrix apart."""
 
 
 def second_moment(left: Tensor, right: Tensor, left_constant: bool, right_constant: bool) -> Tensor:
@@ -262,7 +267,8 @@ class Precision(base.Precision):
         matrix = self._matrix(noise)
         if self.spectrum is not None and self.left_basis is not None and self.right_basis is not None:
             matrix = in_eigenbasis(matrix, self.left_basis, self.right_basis) * self.spectrum.rsqrt()
-        return (self.left @ matrix @ self.right.mT).flatten(-2)
+            return (self.left @ matrix @ self.right.mT).flatten(-2)
+        return times_lower(self.left @ matrix, self.right.mT).flatten(-2)
 
     def quad(self, vector: Tensor) -> Tensor:
         """Σᵢ ⟨X, Sᵢ X Aᵢ⟩."""
@@ -314,6 +320,15 @@ class Precision(base.Precision):
         if not self.terms:
             raise RuntimeError("this Precision was stripped by without_terms(); use the original for quad and to_dense")
         return list(zip(self.terms[::2], self.terms[1::2], strict=True))
+
+
+def times_lower(matrix: Tensor, lower: Tensor) -> Tensor:
+    """X L for a lower triangular L; on a CPU without most of the products with its zeros, which are half of them."""
+    size = lower.shape[-1]
+    if lower.is_cuda or size < LARGE:
+        return matrix @ lower
+    cuts = [size * part // 8 for part in range(9)]
+    return torch.cat([matrix[..., a:] @ lower[..., a:, a:b] for a, b in pairwise(cuts)], dim=-1)
 
 
 def in_eigenbasis(noise: Tensor, left: Tensor, right: Tensor) -> Tensor:

@@ -27,14 +27,14 @@ from noisygrad.optim.finite import FiniteGuard
 from noisygrad.optim.generators import make_generators, undone_on_failure
 from noisygrad.optim.graphs import Replays
 from noisygrad.optim.mean import MeanStep, Numbers
-from noisygrad.optim.options import FisherPass, MomentumMode, Options, Schedule, checked_group
+from noisygrad.optim.options import FisherPass, MomentumMode, Options, Schedule, check_arguments, checked_group
 from noisygrad.optim.state import load_state, save_state
 from noisygrad.optim.stepping import apply_step, dampings
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import Coverage, Family, build_structure
 from noisygrad.posterior.weights import FlatWeights
-from noisygrad.priors import FittedPrior, PriorVariance, check_prior_variance
+from noisygrad.priors import FittedPrior, PriorVariance
 
 
 class NoisyOptimizer(torch.optim.Optimizer):
@@ -46,7 +46,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         num_data: N, the size of the training set.
         lr: α̃, the step size of the mean; a tensor follows a captured graph.
         kl_weight: λ; 1 is Bayes, below 1 a sharper posterior.
-        prior_variance: η, for all weights or by patterns of parameter names; inf for no prior.
+        prior_variance: η, for all weights (1 by default) or by patterns of parameter names; inf for no prior.
         prior: `posterior.as_prior()` of an earlier fit, in place of `prior_variance`.
         damping: γ_ex, added to the Fisher for the step only.
         damping_mode: how a Kronecker block adds the prior: "factored" (eq. 11) or "exact" (eigenbasis, dearer).
@@ -55,6 +55,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
         momentum_mode: "average" (before preconditioning, bias-corrected) or "heavy_ball" (after clipping).
         stats_every: T_stats, steps between statistics; None for the family's own default.
         factor_every: T_inv, steps between factorisations; None for the family's own default.
+        stats_batch: statistics from at most so many examples of a batch (its first); None for all. For convolutions,
+            whose statistics cost more than their gradients, a quarter of the batch is plenty.
         kl_clip: c of the trust region, or a function from the step to it; None for none.
         mc_samples: weight samples of `step(closure)`.
         noise: False gives the point-estimate method (K-FAC, natural Adam) with γ_in as weight decay.
@@ -80,7 +82,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         num_data: int,
         lr: float | Tensor = 1e-2,
         kl_weight: float = 1.0,
-        prior_variance: PriorVariance = 1.0,
+        prior_variance: PriorVariance | None = None,
         prior: FittedPrior | None = None,
         damping: float = 0.0,
         damping_mode: DampingMode = "factored",
@@ -89,6 +91,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         momentum_mode: MomentumMode = "average",
         stats_every: int | None = None,
         factor_every: int | None = None,
+        stats_batch: int | None = None,
         kl_clip: Schedule | None = None,
         mc_samples: int = 1,
         noise: bool = True,
@@ -105,6 +108,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
             fisher_decay=fisher_decay,
             stats_every=self.default_stats_every if stats_every is None else stats_every,
             factor_every=self.default_factor_every if factor_every is None else factor_every,
+            stats_batch=stats_batch,
             kl_clip=kl_clip,
             mc_samples=mc_samples,
             momentum_mode=momentum_mode,
@@ -112,15 +116,17 @@ class NoisyOptimizer(torch.optim.Optimizer):
             fisher_pass=fisher_pass,
             damping_mode=damping_mode,
         )
-        check_prior_variance(prior_variance)
-        if not isinstance(likelihood, Likelihood):
-            raise TypeError(
-                f"likelihood must be one of noisygrad's (ng.Gaussian(), ...); got {type(likelihood).__name__}"
-            )
+        if prior is not None and prior_variance is not None:
+            raise ValueError("give either prior or prior_variance: a fitted posterior has its own variances")
+        prior_variance = 1.0 if prior_variance is None else prior_variance
+        check_arguments(model, likelihood, prior_variance, prior, damping_mode)
+        num_data, kl_weight = self.options.num_data, self.options.kl_weight
         defaults = {"lr": lr, "momentum": momentum, "damping": damping, "noise": noise}
         patterns = [("*", {}), *((groups or {}).items())]
         settings = [checked_group(pattern, {**defaults, **own}) for pattern, own in patterns]
         self.ranks = Ranks(model)
+        self.module = model
+        """The model as it was given: wrapped, where it was."""
         self.model, self._compiled = unwrapped(model)
 
         def group_of(name: str) -> int:
@@ -372,6 +378,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
         return loss
 
     def _take_statistics(self, capture: Capture, output: Tensor, target: Tensor) -> None:
+        batch = output.shape[len(self.likelihood.replicas)]
+        keep = min(batch, self.options.stats_batch or batch)
         passes = list(
             fisher_passes(
                 self.options.fisher,
@@ -382,11 +390,11 @@ class NoisyOptimizer(torch.optim.Optimizer):
                 others=self._others,
                 generators=self.generators,
                 dtype=self.dtype,
+                keep=keep,
             )
         )
-        batch = output.shape[len(self.likelihood.replicas)]
         for one in passes:
-            self._pending.add_statistics(self.structure.blocks, one, batch / len(passes), self.factors.statistics)
+            self._pending.add_statistics(self.structure.blocks, one, keep / len(passes), self.factors.statistics)
 
     def _zeros(self) -> FlatWeights:
         return FlatWeights.zeros(self.structure, self.dtype, self.device)

@@ -35,6 +35,8 @@ def _evaluate_once(optimizer: NoisyOptimizer, closure: Closure, *, only: bool) -
             capture.watch_backward = True
         result = _run(optimizer, closure)
         if isinstance(result, tuple):
+            if len(result) != 2:
+                raise TypeError(f"the closure must return (output, target); it returned {len(result)} things")
             if capture is not None:
                 capture.watch_backward = False
             optimizer._measure(capture, *result).backward()
@@ -85,7 +87,8 @@ def _evaluate_afresh(optimizer: NoisyOptimizer, closure: Closure) -> None:
         if not isinstance(result, tuple):
             raise TypeError('fisher_pass="fresh" needs a closure that returns (output, target)')
         assert capture is not None
-        optimizer.likelihood.check(*result)
-        optimizer._take_statistics(capture, *result)
+        output, target = result
+        optimizer.likelihood.check(output, target)
+        optimizer._take_statistics(capture, output, optimizer.likelihood.harmless(output, target))
     # That draw has no gradient: the step must not count it.
     pending.draws, pending.weights = draws, weights

@@ -29,16 +29,19 @@ class FiniteGuard:
         """Remember a batch with impossible targets, found on the device; the step is masked and `check` raises."""
         self._bad[-1] |= invalid
 
-    def watch(self, gradient: Tensor, statistics: Mapping[str, Statistics], found_inf: Tensor | None) -> Tensor | None:
+    def watch(
+        self, gradient: Tensor, loss: Tensor | None, statistics: Mapping[str, Statistics], found_inf: Tensor | None
+    ) -> Tensor | None:
         """None for a step that may go on (CPU), or 1.0 / 0.0 to mask it with (GPU, and under a GradScaler).
 
         `found_inf` is a GradScaler's verdict: such a step is skipped without complaint. The gradient is zeroed in place
         where the step is masked.
         """
         plain = self._device.type == "cpu" and found_inf is None
-        if plain and not statistics and math.isfinite(gradient.sum().item()):
+        total = gradient.sum() if loss is None else gradient.sum() + loss
+        if plain and not statistics and math.isfinite(total.item()):
             return None
-        bad = ~self._sizes(gradient, statistics).isfinite()
+        bad = ~self._sizes(total, statistics).isfinite()
         if plain:
             if bool(bad.any()):
                 self._raise(bad)
@@ -53,22 +56,22 @@ class FiniteGuard:
         gradient.copy_(torch.where(fine, gradient, 0.0))
         return fine.to(gradient.dtype)
 
-    def _sizes(self, gradient: Tensor, statistics: Mapping[str, Statistics]) -> Tensor:
-        """A number for the gradient and one for each block, which is finite if everything in it is."""
+    def _sizes(self, total: Tensor, statistics: Mapping[str, Statistics]) -> Tensor:
+        """The total of gradient and loss, and a number for each block which is finite if everything in it is."""
         if not statistics:
-            return gradient.sum().unsqueeze(0)
-        owners, tensors = [], [gradient]
+            return total.unsqueeze(0)
+        owners, tensors = [], []
         for block in self._structure.blocks:
             if block.name in statistics:
                 mine = list(statistics[block.name].tensors().values())
                 owners += [block.name] * len(mine)
                 tensors += mine
         norms = torch._foreach_norm(tensors, 1)
-        sizes = {"": norms[0]}
-        for owner, norm in zip(owners, norms[1:], strict=True):
+        sizes: dict[str, Tensor] = {}
+        for owner, norm in zip(owners, norms, strict=True):
             sizes[owner] = sizes[owner] + norm if owner in sizes else norm
-        zero = torch.zeros_like(norms[0])
-        return torch.stack([norms[0], *(sizes.get(block.name, zero) for block in self._structure.blocks)])
+        zero = torch.zeros_like(total)
+        return torch.stack([total, *(sizes.get(block.name, zero) for block in self._structure.blocks)])
 
     def check(self) -> None:
         """Raise for a step masked since the last check; waits for the device, so only where the factors do."""
@@ -87,9 +90,11 @@ class FiniteGuard:
             )
         blocks = [block for block, wrong in zip(self._structure.blocks, bad[1:].tolist(), strict=False) if wrong]
         names = [unit.name for block in blocks for unit in block.units]
-        where = (
-            f"the statistics of {_some(names)} went bad" if names else f"the gradient of {self._parameters()} went bad"
-        )
+        bad_parameters = self._parameters()
+        if names:
+            where = f"the statistics of {_some(names)} went bad"
+        else:
+            where = f"the gradient of {bad_parameters} went bad" if bad_parameters else "the loss itself"
         raise NonFiniteError(
             f"a loss or gradient was NaN or infinite: {where}. Mean, Fisher and step count are as they were. "
             "Look for bad inputs, lower lr, set kl_clip (1e-3 is a good start) or raise damping"
@@ -97,9 +102,7 @@ class FiniteGuard:
 
     def _parameters(self) -> str:
         parameters = self._structure.parameters.items()
-        return (
-            _some([n for n, p in parameters if p.grad is not None and not bool(p.grad.isfinite().all())]) or "a layer"
-        )
+        return _some([n for n, p in parameters if p.grad is not None and not bool(p.grad.isfinite().all())])
 
 
 def _some(names: list[str]) -> str:

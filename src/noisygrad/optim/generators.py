@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 
 import torch
 
@@ -20,7 +21,9 @@ def make_generators(
     """`count` generators; without a seed they follow `torch.manual_seed`."""
     if seed is None:
         seed = int(torch.randint(2**62, ()).item())
-    seeds = [seed + index for index in range(count)] if isinstance(seed, int) else list(seed)
+    if not isinstance(seed, Integral) and (isinstance(seed, str) or not isinstance(seed, Sequence)):
+        raise ValueError(f"seed must be an integer, or one for each replica; got {seed!r}")
+    seeds = [int(seed) + index for index in range(count)] if isinstance(seed, Integral) else [int(s) for s in seed]
     if len(seeds) != count:
         raise ValueError(f"expected {count} seeds, one per replica; got {len(seeds)}")
     seeds = [ranks.same_for_all(value) for value in seeds]

@@ -84,17 +84,20 @@ def clip_factor(gradient: Tensor, step: Tensor, groups: Groups, clip: float | Te
 
 
 class Numbers:
-    """Learning rates and trust region as tensors on the device, for a replayed step to read."""
+    """Learning rates, trust region and loss as tensors on the device, for a replayed step to read."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
         self._known: dict[int, float] = {}
         self.groups: list[dict[str, Any]] = []
         self.clip: Tensor | None = None
+        self.loss = like.new_zeros(())
         self._clip_value: float | None = None
 
-    def set(self, groups: Sequence[dict[str, Any]], clip: float | None) -> None:
+    def set(self, groups: Sequence[dict[str, Any]], clip: float | None, loss: Tensor | None) -> None:
         """Bring the tensors up to date; only what has changed is sent."""
+        if loss is not None:
+            self.loss.copy_(loss)
         if not self.groups:
             self.groups = [{"lr": self._like.new_zeros(())} for _ in groups]
         for index, (mine, group) in enumerate(zip(self.groups, groups, strict=True)):

@@ -9,9 +9,13 @@ from noisygrad.posterior.structure import Family
 
 
 class NoisyAdam(NoisyOptimizer):
-    """Noisy Adam (Algorithm 1): a fully factorised Gaussian posterior. Arguments: `NoisyOptimizer`."""
+    """Noisy Adam (Algorithm 1): a fully factorised Gaussian posterior. Arguments: `NoisyOptimizer`.
+
+    Statistics at every step; the factors of step and noise follow every 10 unless you say otherwise (1 in the paper).
+    """
 
     family: ClassVar[Family] = "diagonal"
+    default_factor_every: ClassVar[int] = 10
 
 
 class NoisyKFAC(NoisyOptimizer):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from noisygrad.curvature.fisher import FisherKind
 from noisygrad.families.base import DampingMode
+from noisygrad.likelihoods import Likelihood
+from noisygrad.priors import FittedPrior, PriorVariance, check_prior_variance, is_improper
 
 MomentumMode = Literal["average", "heavy_ball"]
 FisherPass = Literal["same", "fresh"]
@@ -33,6 +36,8 @@ class Options:
     """T_stats"""
     factor_every: int
     """T_inv"""
+    stats_batch: int | None = None
+    """Statistics from at most so many examples of a batch."""
     kl_clip: Schedule | None
     """c, the trust region"""
     mc_samples: int
@@ -42,14 +47,16 @@ class Options:
     damping_mode: DampingMode
 
     def __post_init__(self) -> None:
-        if not isinstance(self.num_data, int) or isinstance(self.num_data, bool) or self.num_data <= 0:
+        if not isinstance(self.num_data, Integral) or isinstance(self.num_data, bool) or self.num_data <= 0:
             raise ValueError(
                 f"num_data must be a positive integer, the size of the training set; got {self.num_data!r}"
             )
         positive("kl_weight", self.kl_weight)
-        for name in ("stats_every", "factor_every", "mc_samples"):
+        for name in ("stats_every", "factor_every", "mc_samples", "stats_batch"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if name == "stats_batch" and value is None:
+                continue
+            if not isinstance(value, Integral) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         for name, kind in (
             ("momentum_mode", MomentumMode),
@@ -61,6 +68,9 @@ class Options:
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}; got {getattr(self, name)!r}")
         self.decay_at(1)
         self.clip_at(1)
+        # Plain numbers, whatever they were given as: they go into files.
+        object.__setattr__(self, "num_data", int(self.num_data))
+        object.__setattr__(self, "kl_weight", float(self.kl_weight))
 
     def decay_at(self, step: int) -> float:
         """1 − β̃ at a step."""
@@ -87,14 +97,14 @@ class Options:
 
 def positive(name: str, value: float) -> float:
     """`value` if it is a positive finite number, else a ValueError that names it."""
-    if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+    if not isinstance(value, Real) or not math.isfinite(value) or value <= 0:
         raise ValueError(f"{name} must be a positive number, got {value!r}")
     return value
 
 
 def fraction(name: str, value: float) -> float:
     """`value` if it lies in [0, 1), else a ValueError that names it."""
-    if not isinstance(value, int | float) or not 0 <= value < 1:
+    if not isinstance(value, Real) or not 0 <= value < 1:
         raise ValueError(f"{name} must be at least 0 and below 1, got {value!r}")
     return value
 
@@ -108,8 +118,24 @@ def checked_group(pattern: str, settings: dict[str, Any]) -> dict[str, Any]:
         )
     positive("lr", float(settings["lr"]) if isinstance(settings["lr"], Tensor) else settings["lr"])
     fraction("momentum", settings["momentum"])
-    if not isinstance(settings["damping"], int | float) or not 0 <= settings["damping"] < float("inf"):
+    if not isinstance(settings["damping"], Real) or not 0 <= float(settings["damping"]) < math.inf:
         raise ValueError(f"damping must be at least 0, got {settings['damping']!r}")
     if not isinstance(settings["noise"], bool):
         raise ValueError(f"noise must be True or False, got {settings['noise']!r}")
     return settings
+
+
+def check_arguments(
+    model: object, likelihood: object, prior_variance: PriorVariance, prior: object, damping_mode: DampingMode
+) -> None:
+    """Raise for the slips that would otherwise surface far from where they were made."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the first argument must be the model itself, an nn.Module; got {type(model).__name__}")
+    if not isinstance(likelihood, Likelihood):
+        given = likelihood.__name__ if isinstance(likelihood, type) else type(likelihood).__name__
+        raise TypeError(f"likelihood must be an instance of one of noisygrad's, such as ng.Gaussian(); got {given}")
+    check_prior_variance(prior_variance)
+    if prior is not None and not isinstance(prior, FittedPrior):
+        raise TypeError(f"prior must come from posterior.as_prior(); got {type(prior).__name__}")
+    if damping_mode == "exact" and prior is None and is_improper(prior_variance):
+        raise ValueError('damping_mode="exact" needs a finite prior_variance: the eigenbasis is relative to the prior')

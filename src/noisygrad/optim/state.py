@@ -26,6 +26,7 @@ def save_state(optimizer: NoisyOptimizer) -> dict[str, Any]:
         "format": FORMAT,
         "family": optimizer.family,
         "steps": optimizer._steps,
+        "settings": _settings(optimizer),
         "rank": optimizer.ranks.rank,
         "tensors": {name: tensor.detach().clone() for name, tensor in _tensors(optimizer).items()},
         "generators": {str(i): generator.get_state() for i, generator in enumerate(optimizer.generators)},
@@ -42,7 +43,17 @@ def save_state(optimizer: NoisyOptimizer) -> dict[str, Any]:
 
 def load_state(optimizer: NoisyOptimizer, state: Mapping[str, Any]) -> None:
     """See `NoisyOptimizer.load_state_dict`; everything is checked before anything changes."""
-    missing = {"format", "family", "steps", "rank", "tensors", "generators", "likelihood", "param_groups"} - set(state)
+    missing = {
+        "format",
+        "family",
+        "steps",
+        "settings",
+        "rank",
+        "tensors",
+        "generators",
+        "likelihood",
+        "param_groups",
+    } - set(state)
     if missing:
         raise ValueError(f"this is not the state of a noisygrad optimiser: {', '.join(sorted(missing))} missing")
     if state["format"] > FORMAT:
@@ -52,6 +63,14 @@ def load_state(optimizer: NoisyOptimizer, state: Mapping[str, Any]) -> None:
             f"the state is of the family {state['family']!r}, this optimiser is {optimizer.family!r} "
             f"({type(optimizer).__name__}): load it into the optimiser that saved it"
         )
+    ours = _settings(optimizer)
+    other = [
+        f"{name} is {state['settings'].get(name)!r} there, {ours[name]!r} here"
+        for name in ours
+        if state["settings"].get(name) != ours[name]
+    ]
+    if other:
+        raise ValueError(f"the state belongs to other settings: {'; '.join(other)}")
     own = _tensors(optimizer)
     theirs = dict(state["tensors"])
     wrong = [
@@ -64,6 +83,8 @@ def load_state(optimizer: NoisyOptimizer, state: Mapping[str, Any]) -> None:
             f"the state belongs to another model, other groups or another damping: {', '.join(sorted(wrong)[:4])} "
             f"{'differs' if len(wrong) == 1 else 'differ'} in shape or presence"
         )
+    if any(not torch.equal(tensor.cpu(), theirs[name].cpu()) for name, tensor in own.items() if _is_prior(name)):
+        raise ValueError("the state belongs to another prior: construct the optimiser with the prior it was saved with")
     if len(state["generators"]) != len(optimizer.generators):
         raise ValueError("the state has another number of replicas")
     if [list(group["params"]) for group in state["param_groups"]] != _places(optimizer):
@@ -75,7 +96,8 @@ def load_state(optimizer: NoisyOptimizer, state: Mapping[str, Any]) -> None:
     optimizer.likelihood.load_state_dict(state["likelihood"])
     with torch.no_grad():
         for name, tensor in own.items():
-            tensor.copy_(theirs[name])
+            if not _is_prior(name):
+                tensor.copy_(theirs[name])
     for index, generator in enumerate(optimizer.generators):
         generator.set_state(state["generators"][str(index)].cpu())
     part_generators_(optimizer.generators, state["rank"], optimizer.ranks, same_draw=optimizer._same_draw)
@@ -103,7 +125,6 @@ def _tensors(optimizer: NoisyOptimizer) -> dict[str, Tensor]:
         parts = {
             "statistics": factors.statistics[block.name].tensors(),
             "prior": optimizer.priors.blocks[block.name].tensors(),
-            "gamma": factors.priors[block.name].tensors(),
             "factors": factors.tensors(block),
         }
         found |= {f"{block.name}/{part}/{name}": t for part, tensors in parts.items() for name, t in tensors.items()}
@@ -114,6 +135,16 @@ def _places(optimizer: NoisyOptimizer) -> list[list[int]]:
     """The parameters of each param group, by their place in the model."""
     places = {id(p): i for i, p in enumerate(optimizer.structure.parameters.values())}
     return [[places[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _is_prior(name: str) -> bool:
+    return name == "prior_mean" or "/prior/" in name
+
+
+def _settings(optimizer: NoisyOptimizer) -> dict[str, Any]:
+    """What the meaning of the tensors hangs on."""
+    options = optimizer.options
+    return {"num_data": options.num_data, "kl_weight": options.kl_weight, "damping_mode": options.damping_mode}
 
 
 def _plain(value: Any) -> Any:

@@ -22,12 +22,13 @@ def apply_step(optimizer: NoisyOptimizer, step: int) -> None:
     optimizer._gradient.read_gradients_()
     if _is_plain(optimizer, step):
         numbers = optimizer._numbers
-        numbers.set(optimizer.param_groups, clip)
+        numbers.set(optimizer.param_groups, clip, pending.loss)
         key = (optimizer._memory(), numbers.key(optimizer.param_groups, clip))
         optimizer._replays.run("step", key, lambda: _plain_step(optimizer))
         return
     _scale_gradient(optimizer)
-    mask = _watched(optimizer)
+    # Ranks must agree on what is finite, and each has a loss of its own.
+    mask = _watched(optimizer, None if optimizer.ranks.active else pending.loss)
     with optimizer.factors.unchanged_on_failure() if options.factors_due(step) else nullcontext():
         if pending.statistics:
             optimizer.factors.update(pending.statistics, pending.examples, decay, mask)
@@ -63,7 +64,12 @@ def _is_plain(optimizer: NoisyOptimizer, step: int) -> bool:
 def _plain_step(optimizer: NoisyOptimizer) -> None:
     """The step that can be replayed: all its numbers are tensors on the device."""
     numbers = optimizer._numbers
-    _move(optimizer, list(zip(numbers.groups, optimizer._parts, strict=True)), numbers.clip, _watched(optimizer))
+    _move(
+        optimizer,
+        list(zip(numbers.groups, optimizer._parts, strict=True)),
+        numbers.clip,
+        _watched(optimizer, numbers.loss),
+    )
 
 
 def _scale_gradient(optimizer: NoisyOptimizer) -> None:
@@ -75,11 +81,11 @@ def _scale_gradient(optimizer: NoisyOptimizer) -> None:
         gradient.div_(count)
 
 
-def _watched(optimizer: NoisyOptimizer) -> Tensor | None:
+def _watched(optimizer: NoisyOptimizer, loss: Tensor | None) -> Tensor | None:
     """Add Γ (w − m₀), at the sampled weights, to the gradient, and see whether the step may go on."""
     pending, gradient = optimizer._pending, optimizer._gradient.flat
     optimizer.factors.add_prior_gradient_(gradient, pending.mean_weights() - optimizer.priors.mean)
-    return optimizer.guard.watch(gradient, pending.statistics, getattr(optimizer, "found_inf", None))
+    return optimizer.guard.watch(gradient, loss, pending.statistics, getattr(optimizer, "found_inf", None))
 
 
 def _move(optimizer: NoisyOptimizer, groups: Groups, clip: float | Tensor | None, mask: Tensor | None) -> None:

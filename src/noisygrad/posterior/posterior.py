@@ -21,7 +21,7 @@ from noisygrad.families.kl import kl_divergence, log_prob
 from noisygrad.likelihoods import Likelihood
 from noisygrad.posterior.files import save_posterior
 from noisygrad.posterior.prior import BlockPriors
-from noisygrad.posterior.structure import Block, Coverage, Family, Structure, parameter_order
+from noisygrad.posterior.structure import LARGEST_DENSE, Block, Coverage, Family, Structure, parameter_order
 from noisygrad.posterior.weights import FlatWeights
 from noisygrad.predictions import Prediction
 from noisygrad.priors import FittedPrior
@@ -98,6 +98,11 @@ class Posterior:
 
     def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:
         """Log density of a setting of all weights, as `sample` gives it; one number per replica."""
+        shapes = {name: tensor.shape for name, tensor in weights.items()}
+        if shapes != self.structure.shapes:
+            raise ValueError(
+                "log_prob needs a tensor for each trainable parameter, of its name and shape, as sample() gives"
+            )
         flat = FlatWeights(self.structure, torch.empty_like(self._mean.flat))
         flat.load_dict_(dict(weights))
         difference = flat.flat - self._mean.flat
@@ -121,29 +126,30 @@ class Posterior:
         """Marginal standard deviation of each weight, for small networks (through the dense covariance)."""
         flat = FlatWeights(self.structure, torch.zeros_like(self._mean.flat))
         for block, precision in self._noisy():
-            variance = torch.linalg.inv(precision.to_dense()).diagonal(dim1=-2, dim2=-1)
+            variance = precision.covariance(block.vector(self._mean.flat)).diagonal(dim1=-2, dim2=-1)
             block.write_(flat.flat, (variance * self.kl_weight / self.num_data).sqrt())
         return flat.as_dict()
 
     def precision(self) -> Tensor:
         """Dense precision, `[*replicas, n, n]`, in the order of `torch.nn.utils.parameters_to_vector`."""
-        return self._dense(lambda p: p.to_dense() * (self.num_data / self.kl_weight), "precision")
+        return self._dense(lambda block, p: p.to_dense() * (self.num_data / self.kl_weight), "precision")
 
     def covariance(self) -> Tensor:
         """Dense covariance, in the same order; weights without noise have variance 0."""
-        return self._dense(lambda p: torch.linalg.inv(p.to_dense()) * (self.kl_weight / self.num_data), "covariance")
+        flat, scale = self._mean.flat, self.kl_weight / self.num_data
+        return self._dense(lambda block, p: p.covariance(block.vector(flat)) * scale, "covariance")
 
-    def _dense(self, matrix_of: Callable[[Precision], Tensor], what: str) -> Tensor:
+    def _dense(self, matrix_of: Callable[[Block, Precision], Tensor], what: str) -> Tensor:
         if what == "precision" and len(self._noisy()) < len(self.structure.blocks):
             raise ValueError("weights without noise have no finite precision; use covariance()")
         flat = self._mean.flat
-        if flat.shape[-1] > 50_000:
+        if flat.shape[-1] > LARGEST_DENSE:
             raise ValueError(f"a dense {what} over {flat.shape[-1]} weights does not fit in memory")
         dense = flat.new_zeros(*flat.shape, flat.shape[-1])
         places = torch.arange(flat.shape[-1], device=flat.device)
         for block, precision in self._noisy():
             where = block.vector(places)
-            parts = matrix_of(precision)
+            parts = matrix_of(block, precision)
             for index in range(block.grouped):
                 part, at = (parts[..., index, :, :], where[index]) if block.grouped > 1 else (parts, where)
                 dense[..., at.unsqueeze(-1), at] = part

@@ -59,7 +59,7 @@ def train(
             to the optimiser's device. With replicas a tensor is `[*replicas, N, ...]`, or `[N, ...]` if they share it.
         epochs: How many epochs there are in all, those before a resume included.
         batch_size: For tensors: examples per batch; None takes all at once.
-        model: What `step` calls; `optimizer.model` by default. Give the wrapped one under DDP or `torch.compile`. Its
+        model: What `step` calls; by default the model as the optimiser was given it, wrapped or compiled. Its
             mode (training or evaluation) is left as it is.
         step: From a batch (x, y) to its loss; `optimizer.step(lambda: (model(x), y))` by default.
         scheduler: A learning-rate scheduler, stepped after every epoch or every step (`schedule_every`).
@@ -193,7 +193,7 @@ def _model(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> nn.Modu
     if model is not None:
         return model
     if isinstance(optimizer, NoisyOptimizer):
-        return optimizer.model
+        return optimizer.module
     raise ValueError(f"a {type(optimizer).__name__} does not know its model: give `model` and `step`")
 
 
