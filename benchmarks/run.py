@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -191,12 +190,18 @@ def peak_memory(name: str, method: str, device: torch.device, stats_batch: int |
 
 
 def only_memory(name: str, method: str, stats_batch: int | None) -> None:
-    """Print the peak resident memory of this process, less what it had before the steps."""
+    """Print how far the steps raise the peak resident memory of this process, in MB."""
     p = problem(name, torch.device("cpu"), stats_batch)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_resident()
     for step in make_steps(method, p).values():
         seconds(step, 2, torch.device("cpu"))
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    print(peak_resident() - before)
+
+
+def peak_resident() -> float:
+    """In MB. Not `getrusage`, whose peak a process inherits from the one that started it."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return float(status["VmHWM"].split()[0]) / 1024
 
 
 def report(name: str, results: dict[str, dict[str, float]]) -> None:

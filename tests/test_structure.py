@@ -202,6 +202,7 @@ def test_each_parameter_has_its_own_prior(name: str, family: str) -> None:
     added = optimizer.factors.add_prior_gradient_(
         torch.zeros(optimizer.structure.size, dtype=torch.float64),
         torch.ones(optimizer.structure.size, dtype=torch.float64),
+        None,
     )
     close(added[parameter_order(optimizer.structure)], expected / 10)
 

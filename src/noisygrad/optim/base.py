@@ -176,7 +176,6 @@ class NoisyOptimizer(torch.optim.Optimizer):
             for unit in self.structure.units
             if unit.kind == "other"
         ]
-        self._layers = self.structure.layers
         self.guard = FiniteGuard(self.structure, self.device)
         self._replays = Replays(self.device)
         self._numbers = Numbers(self.mean.flat)
@@ -307,7 +306,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
             raise RuntimeError("sampled() contexts cannot be nested")
         self._read_mean()
         due = with_statistics and self.options.stats_due(self._steps + 1)
-        capture = Capture(self._layers, compiled=self._compiled) if due else None
+        capture = Capture(self.structure.layers, compiled=self._compiled) if due else None
         draw = Draw(lambda output, target: self._measure(capture, output, target))
         with undone_on_failure(self.generators, self._consume):
             self._in_draw, failed = True, True
@@ -339,7 +338,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self._replays.run("draw", self._memory(), self._perturb)
 
     def _perturb(self) -> None:
-        torch.add(self.mean.flat, self.factors.sample(self._noise), alpha=self._scale, out=self._sample.flat)
+        self.factors.perturb(self.mean.flat, self._noise, self._scale, out=self._sample.flat)
         self._sample.write_parameters_()
 
     def _memory(self) -> tuple[int, ...]:

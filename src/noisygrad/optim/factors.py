@@ -69,8 +69,9 @@ class Factors:
             block.write_(total, prior.times(ones))
         return total
 
-    def add_prior_gradient_(self, gradient: Tensor, difference: Tensor) -> Tensor:
-        """gradient + Γ (w − m₀), in place."""
+    def add_prior_gradient_(self, gradient: Tensor, weights: Tensor, centre: Tensor | None) -> Tensor:
+        """gradient + Γ (w − m₀), in place; no `centre` means m₀ = 0."""
+        difference = weights if centre is None else weights - centre
         if self._diagonal is not None:
             return gradient.addcmul_(self._diagonal, difference)
         for block in self.blocks:
@@ -176,6 +177,13 @@ class Factors:
         if cached.sampler is not None and cached.sampler is not cached.stepper:
             found |= {f"sampler.{name}": tensor for name, tensor in cached.sampler.tensors().items()}
         return found
+
+    def perturb(self, mean: Tensor, noise: Tensor, scale: float, out: Tensor) -> None:
+        """mean + scale · P^(−1/2) ε, into `out`."""
+        if (only := self._only) is not None and isinstance(only.sampler, diagonal.Precision):
+            torch.addcmul(mean, noise, only.sampler.inverse_root, value=scale, out=out)
+        else:
+            torch.add(mean, self.sample(noise), alpha=scale, out=out)
 
     def sample(self, noise: Tensor) -> Tensor:
         """P^(−1/2) ε of every block; 0 where there is no noise. Noise has no order, so it is taken as it lies."""

@@ -41,7 +41,7 @@ class MeanStep:
             gradient = self._averaged(gradient, groups, mask)
         step = solve(gradient)
         if clip is not None:
-            step = step * clip_factor(gradient, step, groups, clip)
+            step.mul_(clip_factor(gradient, step, groups, clip))
         if self.mode == "heavy_ball":
             step = self._accelerated(step, groups, mask)
         for group, part in groups:
@@ -65,9 +65,12 @@ class MeanStep:
 
     def _accelerated(self, step: Tensor, groups: Groups, mask: Tensor | None) -> Tensor:
         for group, part in groups:
-            velocity = self.momentum[..., part]
-            new = step[..., part].add(velocity, alpha=group["momentum"])
-            velocity.copy_(new if mask is None else torch.where(mask > 0, new, velocity))
+            velocity = _of(self.momentum, part)
+            if mask is None:
+                velocity.mul_(group["momentum"]).add_(_of(step, part))
+            else:
+                new = _of(step, part).add(velocity, alpha=group["momentum"])
+                velocity.copy_(torch.where(mask > 0, new, velocity))
         return self.momentum
 
 
@@ -78,7 +81,8 @@ def _of(tensor: Tensor, part: slice) -> Tensor:
 
 def clip_factor(gradient: Tensor, step: Tensor, groups: Groups, clip: float | Tensor) -> Tensor:
     """min(1, sqrt(c / Σ lr² gᵀv)): the step's length in the Fisher metric is at most sqrt(c); one per replica."""
-    length = sum((gradient[..., part] * step[..., part]).sum(dim=-1, keepdim=True) * g["lr"] ** 2 for g, part in groups)
+    inner = [torch.linalg.vecdot(_of(gradient, part), _of(step, part)).unsqueeze(-1) for _, part in groups]
+    length = sum(product * group["lr"] ** 2 for product, (group, _) in zip(inner, groups, strict=True))
     # Below 0 only by rounding, which must not become the root of a negative number.
     return (clip / torch.as_tensor(length).clamp_min(0.0)).sqrt().clamp(max=1.0)
 

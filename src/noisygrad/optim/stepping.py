@@ -84,7 +84,7 @@ def _scale_gradient(optimizer: NoisyOptimizer) -> None:
 def _watched(optimizer: NoisyOptimizer, loss: Tensor | None) -> Tensor | None:
     """Add Γ (w − m₀), at the sampled weights, to the gradient, and see whether the step may go on."""
     pending, gradient = optimizer._pending, optimizer._gradient.flat
-    optimizer.factors.add_prior_gradient_(gradient, pending.mean_weights() - optimizer.priors.mean)
+    optimizer.factors.add_prior_gradient_(gradient, pending.mean_weights(), optimizer.priors.centre)
     return optimizer.guard.watch(gradient, loss, pending.statistics, getattr(optimizer, "found_inf", None))
 
 
