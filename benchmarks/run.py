@@ -249,7 +249,9 @@ def main() -> None:
     if arguments.output:
         where = torch.cuda.get_device_name() if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
         record = {
-            "command": "python benchmarks/run.py " + " ".join(sys.argv[1:]),
+            # The folder is that of one machine; the results live in one place.
+            "command": "python benchmarks/run.py "
+            + " ".join(sys.argv[1:]).replace(str(arguments.output), f"results/{arguments.output.name}"),
             "device": where,
             "threads": torch.get_num_threads(),
             "stats_batch": {"mlp": None, "vgg16": stats_batch},

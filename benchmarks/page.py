@@ -1,0 +1,47 @@
+"""The documentation's page of step times, from results/benchmark-*.json and nothing else.
+
+python benchmarks/page.py     # writes docs/benchmarks.md
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAD = """# Step times
+
+Made by `benchmarks/page.py` from the files that `benchmarks/run.py` left in `results/`. Every method trains the same
+network on the same batch; rounds of all methods are interleaved in one run and the median is taken, so look at the
+ratios. Statistics are taken every 10 steps and factors made every 200, and both are part of the mean step.
+"""
+NAMES = {"mlp": "MLP 13-50-1, batch 10", "vgg16": "the paper's VGG16, batch 128"}
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for path in sorted((ROOT / "results").glob("benchmark-*.json")):
+        record = json.loads(path.read_text())
+        versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+        parts.append(f"\n## {record['device']}\n\n`{record['command']}`; {versions}.\n")
+        for name, results in record["seconds_per_step"].items():
+            kept = record["stats_batch"][name]
+            note = f" (statistics from {kept} examples)" if kept else ""
+            parts.append(f"\n### {NAMES[name]}{note}\n\n{table(results)}")
+    return "".join(parts)
+
+
+def table(results: dict[str, dict[str, float]]) -> str:
+    """One network's methods, as Markdown."""
+    rows = ["| method | step (ms) | × SGD | × IVON | peak memory (MB) |", "|---|---|---|---|---|"]
+    for method, row in results.items():
+        ratios = [row["step"] / results[peer]["step"] if peer in results else None for peer in ("SGD", "IVON")]
+        cells = [f"{ratio:.2f}" if ratio is not None else "" for ratio in ratios]
+        memory = f"{row['peak_mb']:.0f}" if "peak_mb" in row else ""
+        rows.append(f"| {method} | {row['step'] * 1e3:.2f} | {cells[0]} | {cells[1]} | {memory} |")
+    return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "benchmarks.md").write_text(page(), encoding="utf-8")
