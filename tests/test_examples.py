@@ -38,6 +38,14 @@ def test_continual_learning_remembers_with_the_posterior_as_prior():
     assert min(float(new), float(learned)) > 0.85
 
 
+def test_the_readme_does_what_it_says(tmp_path):
+    readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
+    program = tmp_path / "readme.py"
+    program.write_text(re.findall(r"```python\n(.*?)```", readme, re.DOTALL)[0], encoding="utf-8")
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True, timeout=300)
+    assert float(re.search(r"accuracy ([\d.]+)", done.stdout)[1]) > 0.9
+
+
 def test_every_example_is_tested():
     tested = re.findall(r'run\("(\w+\.py)"\)', Path(__file__).read_text(encoding="utf-8"))
     assert sorted(tested) == sorted(path.name for path in EXAMPLES.glob("*.py"))
