@@ -1,7 +1,7 @@
 """How long to train and how often to look at the curvature, by the size of the data: the estimators' rules.
 
-Chosen on splits of boston, of scikit-learn's wine and of the training parts of diabetes and digits, by log-likelihood
-on a part held out and by the ELBO; the number of steps, and the settings of a large full covariance, partly by run time.
+Chosen on splits of boston, of scikit-learn's wine and of the training parts of diabetes and digits, by the ELBO and by
+log-likelihood on a part held out; the number of steps and the settings of a large full covariance partly by run time.
 """
 
 from __future__ import annotations
