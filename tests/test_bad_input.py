@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import noisygrad as ng
-from compare import assert_unchanged, batches, each_optimizer, make, mlp, snapshot, train
+from compare import assert_nothing_pending, assert_unchanged, batches, each_optimizer, make, mlp, snapshot, train
 
 BAD_OPTIONS = {
     "num_data": [0, -5, 3.5, True],
@@ -133,6 +133,82 @@ def test_a_gradient_that_is_not_finite_is_named_between_statistics(kind):
     with pytest.raises(ng.NonFiniteError, match=r"gradient of 0\.weight"):
         train(optimizer, model, [(x * math.nan, y)])
     assert_unchanged(before, optimizer, but=("generators",))
+
+
+class BadBackward(torch.autograd.Function):
+    """The identity, with an infinite gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * math.inf
+
+
+class Spoilt(nn.Sequential):
+    """Linear layers "0", "2" and "4" with something bad at one of them."""
+
+    def __init__(self, how, layer):
+        linears = mlp(dtype=torch.float32)[::2]
+        super().__init__(linears[0], nn.LeakyReLU(), linears[1], nn.LeakyReLU(), linears[2])
+        self.how, self.layer = how, layer
+        with torch.no_grad():
+            if how == "NaN weight":
+                self[layer].weight[0, 0] = math.nan
+            elif how == "overflow":
+                self[layer].weight.fill_(1e38)
+
+    def forward(self, x):
+        x = 100.0 * x if self.how == "overflow" else x
+        for index, module in enumerate(self):
+            x = module(x)
+            if index == self.layer and self.how == "bad backward":
+                x = BadBackward.apply(x)
+        return x
+
+
+@each_optimizer
+@pytest.mark.parametrize("layer", [0, 2, 4])
+@pytest.mark.parametrize("how", ["NaN weight", "overflow", "bad backward"])
+@pytest.mark.parametrize("fisher", ["sampled", "empirical", "exact", "sampled, masked"])
+def test_the_layer_where_it_began_is_named_and_no_other(kind, layer, how, fisher):
+    """A bad number spreads to the inputs of all later layers and to the gradients of all earlier ones.
+
+    A step that a GradScaler has let pass is masked by flags, as every step on a GPU is.
+    """
+    model, (x, y) = Spoilt(how, layer), batches(1, dtype=torch.float32)[0]
+    optimizer = make(kind, model, ng.Categorical(), fisher=fisher.partition(",")[0])
+    if "masked" in fisher:
+        optimizer.found_inf = torch.zeros(1)
+    with pytest.raises(ng.NonFiniteError, match=f"the statistics of {layer} went bad"):
+        train(optimizer, model, [(x.abs() + 1.0, (y[:, 0] > 0).long())])
+    assert_nothing_pending(optimizer)
+
+
+@each_optimizer
+def test_statistics_that_overflow_by_themselves_name_their_layer(kind):
+    """Inputs and gradients are finite, their squares are not."""
+    model, (x, y) = mlp(dtype=torch.float32), batches(1, dtype=torch.float32)[0]
+    with torch.no_grad():
+        model[0].weight.mul_(1e-20)
+    optimizer = make(kind, model, noise=False)
+    with pytest.raises(ng.NonFiniteError, match="the statistics of 0 went bad"):
+        train(optimizer, model, [(x * 1e20, y)])
+
+
+@pytest.mark.parametrize("kind", [ng.NoisyAdam, ng.NoisyKFAC], ids=lambda kind: kind.__name__)
+def test_the_layer_is_named_in_a_network_of_many_kinds(kind):
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Conv2d(2, 2, 3), nn.Flatten())
+    model = nn.Sequential(*model, nn.LayerNorm(18), nn.Linear(18, 2))
+    x, y = torch.randn(4, 1, 7, 7), torch.zeros(4, dtype=torch.int64)
+    optimizer = make(kind, model, ng.Categorical())
+    train(optimizer, model, [(x, y)])
+    with torch.no_grad():
+        model[3].bias.fill_(math.inf)
+    with pytest.raises(ng.NonFiniteError, match="the statistics of 3 went bad"):
+        train(optimizer, model, [(x, y)])
 
 
 @each_optimizer

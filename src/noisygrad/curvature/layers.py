@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from noisygrad.curvature.convolution import ConvolutionPass, patches
 from noisygrad.curvature.passes import ElementwisePass, EmbeddingPass, MatrixPass, Pass, SummedPass
 from noisygrad.networks import ReplicatedLinear
 
@@ -227,6 +228,8 @@ def _observe_conv(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, bat
     if inputs.shape[0] % batch:
         raise ValueError(f"layer {unit.name!r} saw {inputs.shape[0]} images while the loss has a batch of {batch}")
     if unit.inputs > unit.constant:
+        if ConvolutionPass.applies(module, inputs, batch):
+            return ConvolutionPass(module, inputs, gradient, unit.constant)
         activations = patches(module, inputs)
     else:
         activations = inputs.new_zeros(inputs.shape[0], math.prod(gradient.shape[2:]), 0)
@@ -238,21 +241,6 @@ def _observe_conv(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, bat
     # The channels of a group are consecutive in both, so a group is a leading dimension.
     activations, gradient = (t.unflatten(-1, (groups, -1)).movedim(-2, 0) for t in (activations, gradient))
     return MatrixPass(activations, gradient, unit.constant, grouped=True)
-
-
-def patches(module: Any, inputs: Tensor) -> Tensor:
-    """The input patch under each output position, `[B, positions, channels · kernel]`, in the order of the weight."""
-    kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
-    padding = module._reversed_padding_repeated_twice
-    if any(padding):
-        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        inputs = F.pad(inputs, padding, mode=mode)
-    if len(kernel) == 2 and inputs.device.type == "cpu":  # on a GPU it would be one launch for each image
-        return F.unfold(inputs, kernel, dilation=dilation, stride=stride).mT
-    for axis, (size, step, gap) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
-        inputs = inputs.unfold(axis, gap * (size - 1) + 1, step)[..., ::gap]
-    dims = len(kernel)  # now [B, channels, *positions, *kernel]
-    return inputs.movedim(1, dims + 1).flatten(dims + 1).flatten(1, dims)
 
 
 register(nn.Conv1d, nn.Conv2d, nn.Conv3d)(Layer(_conv_units, _observe_conv))

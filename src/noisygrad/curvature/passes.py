@@ -16,11 +16,63 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from noisygrad.families.kronecker import second_moment
+
 CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}
 """Per-example gradients are formed for at most this many numbers at a time: what fits a cache, or keeps a GPU busy."""
 
+CACHE = 1 << 18
+"""The same on a CPU where panels of the matrices are summed one by one: what stays close to one core."""
+
 FEW_POSITIONS = 4
 """Up to so many positions, products over pairs of them are cheaper than per-example matrices."""
+
+
+def sum_of_squared_products(outputs: Tensor, inputs: Tensor) -> Tensor:
+    """Σ_b (Σ_t g aᵀ)² for outputs `[..., B, T, p]` and inputs `[..., B, T, q]`: `[..., p, q]`."""
+    positions = outputs.shape[-2]
+    if positions == 1:
+        # (g aᵀ)² = g² (a²)ᵀ: no per-example matrix is needed.
+        return outputs.squeeze(-2).square().mT @ inputs.squeeze(-2).square()
+    if positions <= FEW_POSITIONS:
+        return _by_pairs(outputs, inputs)
+    if outputs.device.type == "cpu" and outputs.dim() == 3:
+        return _in_cache(outputs, inputs)
+    per_example = inputs[..., :1, :1, :].numel() * outputs.shape[-1]
+    size = max(1, CHUNK.get(outputs.device.type, 1 << 24) // max(1, per_example))
+    total = None
+    for g, a in zip(outputs.split(size, dim=-3), inputs.split(size, dim=-3), strict=True):
+        new = _sum_of_squares(g.mT @ a, -3)
+        total = new if total is None else total + new
+    assert total is not None
+    return total
+
+
+def _by_pairs(outputs: Tensor, inputs: Tensor) -> Tensor:
+    """Σ_b (Σ_t g a)² = Σ_{t ≤ t'} (1 or 2) (g_t g_t')(a_t a_t'): one product of matrices, for few positions."""
+    positions = outputs.shape[-2]
+    first, second = torch.triu_indices(positions, positions, device=outputs.device)
+    twice = (1.0 + (first != second)).to(outputs.dtype).unsqueeze(-1)
+    g: Tensor = outputs[..., first, :] * outputs[..., second, :] * twice
+    a: Tensor = inputs[..., first, :] * inputs[..., second, :]
+    return g.flatten(start_dim=-3, end_dim=-2).mT @ a.flatten(start_dim=-3, end_dim=-2)
+
+
+def _in_cache(outputs: Tensor, inputs: Tensor) -> Tensor:
+    """On a CPU memory is the limit: the per-example matrices are made and squared in panels that stay in its cache."""
+    total = outputs.new_zeros(outputs.shape[-1], inputs.shape[-1])
+    rows = max(1, CACHE // max(1, inputs.shape[-1]))
+    for panel, g in zip(total.split(rows), outputs.split(rows, dim=-1), strict=True):
+        size = CACHE // max(1, panel.numel())
+        if size >= 4:
+            for some, a in zip(g.split(size), inputs.split(size), strict=True):
+                panel.add_(_sum_of_squares(some.mT @ a, 0))
+        else:
+            product = torch.empty_like(panel)
+            for one, a in zip(g.unbind(), inputs.unbind(), strict=True):
+                torch.mm(one.mT, a, out=product)
+                panel.addcmul_(product, product)
+    return total
 
 
 def _sum_of_squares(tensor: Tensor, dim: int) -> Tensor:
@@ -40,9 +92,16 @@ class Pass(ABC):
         """The mean over the batch of their squares, `[*replicas, n]`."""
         return self.rows().square().mean(dim=-2)
 
+    def carried(self) -> dict[str, Tensor]:
+        """What it was made from, under `inputs` and `gradients`: where a number that is not finite can come from.
+
+        Nothing, where its place in the forward pass is not known.
+        """
+        return {}
+
     @classmethod
     @abstractmethod
-    def joined(cls, passes: Sequence[Self]) -> Self:
+    def joined(cls, passes: Sequence[Self]) -> Pass:
         """Several calls of one layer as one pass: their gradients add up within an example."""
 
 
@@ -60,7 +119,7 @@ class MatrixPass(Pass):
     grouped: bool = False
 
     def rows(self) -> Tensor:
-        weight, bias = self._per_example(self.activations, self.gradients)
+        weight, bias = self.gradients.mT @ self.activations, self.gradients.sum(dim=-2)
         if self.grouped:
             weight, bias = weight.movedim(-4, -3), bias.movedim(-3, -2)
         return self._flat(weight, bias)
@@ -71,41 +130,25 @@ class MatrixPass(Pass):
         bias = bias.flatten(start_dim=-2) if self.grouped else bias
         return torch.cat([weight, bias], dim=-1) if self.constant else weight
 
-    def _per_example(self, activations: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """Per-example gradients of W, `[..., B, out, in]`, and of b, `[..., B, out]`."""
-        return gradients.mT @ activations, gradients.sum(dim=-2)
+    def carried(self) -> dict[str, Tensor]:
+        return {"inputs": self.activations, "gradients": self.gradients}
+
+    def input_moment(self) -> Tensor:
+        """The mean of a aᵀ over examples and positions, the constant included: A of a Kronecker block."""
+        return second_moment(self.activations, self.activations, self.constant, self.constant)
+
+    def output_moment(self) -> Tensor:
+        """The mean over examples and the sum over positions of g gᵀ: S of a Kronecker block."""
+        return second_moment(self.gradients, self.gradients, False, False) * self.gradients.shape[-2]
 
     def squares(self) -> Tensor:
-        batch, positions = self.activations.shape[-3:-1]
-        if positions == 1:
-            # (g aᵀ)² = g² (a²)ᵀ: no per-example matrix is needed.
-            inputs, outputs = self.activations.squeeze(-2).square(), self.gradients.squeeze(-2).square()
-            return self._flat(outputs.mT @ inputs, outputs.sum(dim=-2)) / batch
-        if positions <= FEW_POSITIONS:
-            return self._flat(self._by_pairs(), self.gradients.sum(dim=-2).square().sum(dim=-2)) / batch
-        per_example = self.activations[..., :1, :1, :].numel() * self.gradients.shape[-1]
-        size = max(1, CHUNK.get(self.gradients.device.type, 1 << 24) // max(1, per_example))
-        total = None
-        for a, g in zip(self.activations.split(size, dim=-3), self.gradients.split(size, dim=-3), strict=True):
-            weight, bias = self._per_example(a, g)
-            new = self._flat(_sum_of_squares(weight, -3), _sum_of_squares(bias, -2))
-            total = new if total is None else total + new
-        assert total is not None
-        return total / batch
-
-    def _by_pairs(self) -> Tensor:
-        """Σ_b (Σ_t g a)² = Σ_{t ≤ t'} (1 or 2) (g_t g_t')(a_t a_t'): one product of matrices, for few positions."""
-        positions = self.gradients.shape[-2]
-        first, second = torch.triu_indices(positions, positions, device=self.gradients.device)
-        twice = (1.0 + (first != second)).to(self.gradients.dtype).unsqueeze(-1)
-        g: Tensor = self.gradients[..., first, :] * self.gradients[..., second, :] * twice
-        a: Tensor = self.activations[..., first, :] * self.activations[..., second, :]
-        return g.flatten(start_dim=-3, end_dim=-2).mT @ a.flatten(start_dim=-3, end_dim=-2)
+        weight = sum_of_squared_products(self.gradients, self.activations)
+        return self._flat(weight, self.gradients.sum(dim=-2).square().sum(dim=-2)) / self.gradients.shape[-3]
 
     @classmethod
-    def joined(cls, passes: Sequence[Self]) -> Self:
+    def joined(cls, passes: Sequence[MatrixPass]) -> Pass:
         first = passes[0]
-        return cls(
+        return MatrixPass(
             torch.cat([p.activations for p in passes], dim=-2),
             torch.cat([p.gradients for p in passes], dim=-2),
             first.constant,
@@ -130,6 +173,9 @@ class ElementwisePass(Pass):
             columns.append(self.gradients.sum(dim=-2))
         return torch.cat(columns, dim=-1)
 
+    def carried(self) -> dict[str, Tensor]:
+        return {"inputs": self.normalised, "gradients": self.gradients}
+
     @classmethod
     def joined(cls, passes: Sequence[Self]) -> Self:
         first = passes[0]
@@ -153,6 +199,9 @@ class EmbeddingPass(Pass):
         batch, _, features = self.gradients.shape
         table = self.gradients.new_zeros(batch * self.entries, features)
         return table.index_add_(0, self._keys(), self.gradients.flatten(0, 1)).view(batch, -1)
+
+    def carried(self) -> dict[str, Tensor]:
+        return {"gradients": self.gradients}
 
     def _keys(self) -> Tensor:
         """One number for each pair of example and table entry, `[B·T]`."""

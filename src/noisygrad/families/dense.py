@@ -121,4 +121,9 @@ class Precision(base.Precision):
 
 
 def _apply(matrix: Tensor, vector: Tensor) -> Tensor:
-    return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
+    """M v; further dimensions in front of v's are columns of one product, so that M is not copied for each."""
+    extra = vector.dim() - matrix.dim() + 1
+    if extra <= 0:
+        return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
+    columns = vector.flatten(0, extra - 1).movedim(0, -1)
+    return (matrix @ columns).movedim(-1, 0).unflatten(0, vector.shape[:extra])

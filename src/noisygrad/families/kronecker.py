@@ -19,6 +19,7 @@ from torch import Tensor
 from noisygrad.families import base
 from noisygrad.families.base import DampingMode
 from noisygrad.families.factorisation import factorisation_error, inverse_root, rounding_floor, symmetric_eigh
+from noisygrad.families.moments import gram
 
 _LARGEST_PI = 1e8
 
@@ -36,7 +37,8 @@ def second_moment(left: Tensor, right: Tensor, left_constant: bool, right_consta
         `[..., p + left_constant, q + right_constant]`.
     """
     rows = left.shape[-3] * left.shape[-2]
-    moment = left.flatten(-3, -2).mT @ right.flatten(-3, -2) / rows
+    flat = left.flatten(-3, -2)
+    moment = (gram(flat) if left is right else flat.mT @ right.flatten(-3, -2)) / rows
     if not (left_constant or right_constant):
         return moment
     p, q = moment.shape[-2:]
@@ -267,7 +269,9 @@ class Precision(base.Precision):
         matrix = self._matrix(noise)
         if self.spectrum is not None and self.left_basis is not None and self.right_basis is not None:
             matrix = in_eigenbasis(matrix, self.left_basis, self.right_basis) * self.spectrum.rsqrt()
-            return (self.left @ matrix @ self.right.mT).flatten(-2)
+            return between(self.left, matrix, self.right.mT).flatten(-2)
+        if matrix.dim() > self.left.dim():
+            return between(self.left, matrix, self.right.mT).flatten(-2)
         return times_lower(self.left @ matrix, self.right.mT).flatten(-2)
 
     def quad(self, vector: Tensor) -> Tensor:
@@ -331,12 +335,27 @@ def times_lower(matrix: Tensor, lower: Tensor) -> Tensor:
     return torch.cat([matrix[..., a:] @ lower[..., a:, a:b] for a, b in pairwise(cuts)], dim=-1)
 
 
+def between(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:
+    """L X R for X `[samples..., ..., out, in]` with more dimensions than the factors have.
+
+    The samples are laid side by side, so that each factor takes part in one product and is not copied for each of them.
+    """
+    extra = matrix.dim() - left.dim()
+    if extra <= 0:
+        return left @ matrix @ right
+    stacked = matrix.flatten(0, extra - 1).movedim(0, -3)
+    count, rows = stacked.shape[-3:-1]
+    times_right = (stacked.flatten(-3, -2) @ right).unflatten(-2, (count, rows))
+    product = left @ times_right.movedim(-3, -2).flatten(-2)
+    return product.unflatten(-1, (count, -1)).movedim(-2, 0).unflatten(0, matrix.shape[:extra])
+
+
 def in_eigenbasis(noise: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """E_Sᵀ Z E_A: as standard normal as Z, and it makes the square root independent of the choice of eigenvectors.
 
     Their signs, and their directions where eigenvalues are equal, hang on rounding; a draw should not.
     """
-    return left.mT @ noise @ right
+    return between(left.mT, noise, right)
 
 
 def kronecker_product(left: Tensor, right: Tensor) -> Tensor:

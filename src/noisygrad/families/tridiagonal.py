@@ -24,7 +24,7 @@ from torch import Tensor
 from noisygrad.families import base, kronecker
 from noisygrad.families.base import DampingMode
 from noisygrad.families.factorisation import inverse_root, rounding_floor, symmetric_eigh
-from noisygrad.families.kronecker import congruence_diagonal, damped_factors, in_eigenbasis, second_moment
+from noisygrad.families.kronecker import between, congruence_diagonal, damped_factors, in_eigenbasis, second_moment
 
 
 @dataclasses.dataclass
@@ -231,7 +231,7 @@ class Precision(base.Precision):
         for i, bases in enumerate(zip(self.left_basis, self.right_basis, strict=True)):
             parts[i] = in_eigenbasis(parts[i], *bases)
         layers = zip(parts, self.left, self.right, self.spectrum, strict=True)
-        return self._bottom_up([left @ (part * r.rsqrt()) @ right.mT for part, left, right, r in layers])
+        return self._bottom_up([between(left, part * r.rsqrt(), right.mT) for part, left, right, r in layers])
 
     def times(self, vector: Tensor) -> Tensor:
         """P v = Ξ⁻¹ Λ⁻¹ Ξ⁻ᵀ v."""
@@ -291,7 +291,7 @@ class Precision(base.Precision):
     def _bottom_up(self, parts: list[Tensor]) -> Tensor:
         """Ξᵀ y: U_i = Y_i − ΨG_{i−1}ᵀ Y_{i−1} ΨA_{i−1}."""
         below = [
-            psi_s.mT @ y @ psi_a for y, psi_s, psi_a in zip(parts, self.psi_outputs, self.psi_inputs, strict=False)
+            between(psi_s.mT, y, psi_a) for y, psi_s, psi_a in zip(parts, self.psi_outputs, self.psi_inputs, strict=False)
         ]
         return _join(parts[:1] + [part - lower for part, lower in zip(parts[1:], below, strict=True)])
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from noisygrad.curvature.passes import Pass
 from noisygrad.distributed import Ranks
 from noisygrad.families.base import Statistics
+from noisygrad.optim.finite import Trail
 from noisygrad.posterior.structure import Block
 
 
@@ -28,6 +29,8 @@ class Pending:
     """The mean over examples of the moments, by block."""
     examples: dict[str, float | Tensor] = field(default_factory=dict)
     """How many examples each of them stands for: a tensor once averaged over ranks."""
+    trails: list[Trail] = field(default_factory=list)
+    """Where the numbers of each pass were finite."""
     noise: Tensor | None = None
     """Σ over losses of batch size × the likelihood's own statistic."""
     noise_examples: float | Tensor = 0.0
@@ -76,6 +79,7 @@ class Pending:
         self, blocks: Sequence[Block], passes: Mapping[str, Pass], weight: float, current: Mapping[str, Statistics]
     ) -> None:
         """Add one pass, counted as `weight` examples; `current` are the moving averages."""
+        self.trails += Trail.of(passes)
         for block in blocks if passes else ():
             measured = block.measure(passes, current[block.name])
             if block.name not in self.statistics:

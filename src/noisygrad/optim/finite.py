@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from noisygrad.curvature.passes import Pass
 from noisygrad.families.base import Statistics
-from noisygrad.posterior.structure import Structure
+from noisygrad.posterior.structure import Block, Structure
 
 
 class NonFiniteError(ArithmeticError):
     """A gradient or a statistic was NaN or infinite; mean, Fisher and step count are as they were before."""
+
+
+@dataclass
+class Trail:
+    """One number for what came into each layer and one for what came back, each finite if all of that was.
+
+    A bad number spreads forward to all later inputs and back to all earlier gradients, so the statistics of most layers
+    go bad together. The places, in the order of the forward pass, tell where it began.
+    """
+
+    places: tuple[tuple[str, str], ...]
+    sizes: Tensor
+
+    @classmethod
+    def of(cls, passes: Mapping[str, Pass]) -> list[Trail]:
+        """That of one backward pass; none where there was nothing to look at."""
+        found = {(name, kind): tensor for name, one in passes.items() for kind, tensor in one.carried().items()}
+        if not found:
+            return []
+        tensors = list(found.values())
+        # Many tensors in one launch on a GPU; on a CPU a sum is the faster of the two.
+        sizes = torch._foreach_norm(tensors, 1) if tensors[0].is_cuda else [tensor.sum() for tensor in tensors]
+        return [cls(tuple(found), torch.stack(sizes))]
 
 
 class FiniteGuard:
@@ -22,15 +47,22 @@ class FiniteGuard:
     def __init__(self, structure: Structure, device: torch.device) -> None:
         self._structure = structure
         self._device = device
-        # Each flag stands for the gradient (""), the statistics of a block (its name) or the targets (the last).
-        self._bad = torch.zeros(len(structure.blocks) + 2, dtype=torch.bool, device=device)
+        self._owners = [name for block in structure.blocks for name in _owners(block)]
+        # Each flag stands for the gradient (the first), a piece of the statistics or the targets (the last).
+        self._bad = torch.zeros(len(self._owners) + 2, dtype=torch.bool, device=device)
+        self._spoilt: dict[tuple[tuple[str, str], ...], Tensor] = {}
 
     def note_targets(self, invalid: Tensor) -> None:
         """Remember a batch with impossible targets, found on the device; the step is masked and `check` raises."""
         self._bad[-1] |= invalid
 
     def watch(
-        self, gradient: Tensor, loss: Tensor | None, statistics: Mapping[str, Statistics], found_inf: Tensor | None
+        self,
+        gradient: Tensor,
+        loss: Tensor | None,
+        statistics: Mapping[str, Statistics],
+        trails: Sequence[Trail],
+        found_inf: Tensor | None,
     ) -> Tensor | None:
         """None for a step that may go on (CPU), or 1.0 / 0.0 to mask it with (GPU, and under a GradScaler).
 
@@ -44,34 +76,38 @@ class FiniteGuard:
         bad = ~self._sizes(total, statistics).isfinite()
         if plain:
             if bool(bad.any()):
+                self._note_trails(trails, bad.any())
                 self._raise(bad)
             return None
         skip = torch.zeros((), dtype=torch.bool, device=self._device)
         if found_inf is not None:
             skip = found_inf.to(self._device).reshape(()) > 0
         self._bad[: len(bad)] |= bad & ~skip
+        self._note_trails(trails, ~skip)
         if self._device.type == "cpu":
             self.check()
         fine = ~(bad.any() | skip | self._bad[-1])
         gradient.copy_(torch.where(fine, gradient, 0.0))
         return fine.to(gradient.dtype)
 
+    def _note_trails(self, trails: Sequence[Trail], use: Tensor) -> None:
+        for trail in trails:
+            spoilt = ~trail.sizes.isfinite() & use
+            if trail.places in self._spoilt:
+                self._spoilt[trail.places] |= spoilt
+            else:
+                self._spoilt[trail.places] = spoilt
+
     def _sizes(self, total: Tensor, statistics: Mapping[str, Statistics]) -> Tensor:
-        """The total of gradient and loss, and a number for each block which is finite if everything in it is."""
+        """The total of gradient and loss, and a number for each piece which is finite if everything in it is."""
         if not statistics:
             return total.unsqueeze(0)
-        owners, tensors = [], []
+        known = [block for block in self._structure.blocks if block.name in statistics]
+        norms = iter(torch._foreach_norm([p for b in known for p in _pieces(b, statistics[b.name])], 1))
+        zero, sizes = torch.zeros_like(total), [total]
         for block in self._structure.blocks:
-            if block.name in statistics:
-                mine = list(statistics[block.name].tensors().values())
-                owners += [block.name] * len(mine)
-                tensors += mine
-        norms = torch._foreach_norm(tensors, 1)
-        sizes: dict[str, Tensor] = {}
-        for owner, norm in zip(owners, norms, strict=True):
-            sizes[owner] = sizes[owner] + norm if owner in sizes else norm
-        zero = torch.zeros_like(total)
-        return torch.stack([total, *(sizes.get(block.name, zero) for block in self._structure.blocks)])
+            sizes += [next(norms) if block.name in statistics else zero for _ in _owners(block)]
+        return torch.stack(sizes)
 
     def check(self) -> None:
         """Raise for a step masked since the last check; waits for the device, so only where the factors do."""
@@ -81,18 +117,20 @@ class FiniteGuard:
             bad = self._bad.clone()
             self._bad.zero_()
             self._raise(bad)
+        self._spoilt.clear()
 
     def _raise(self, bad: Tensor) -> None:
+        origin = self._origin()
+        self._spoilt.clear()
         if bool(bad[-1]) and len(bad) == len(self._bad):
             raise NonFiniteError(
                 "a batch had targets that its likelihood cannot have (labels out of range, NaN, …); the steps since "
                 "then were left out. Check the targets: on a CPU the message is exact"
             )
-        blocks = [block for block, wrong in zip(self._structure.blocks, bad[1:].tolist(), strict=False) if wrong]
-        names = [unit.name for block in blocks for unit in block.units]
+        owners = [name for name, wrong in zip(self._owners, bad[1:].tolist(), strict=False) if wrong]
         bad_parameters = self._parameters()
-        if names:
-            where = f"the statistics of {_some(names)} went bad"
+        if owners:
+            where = f"the statistics of {_some(origin or list(dict.fromkeys(owners)))} went bad"
         else:
             where = f"the gradient of {bad_parameters} went bad" if bad_parameters else "the loss itself"
         raise NonFiniteError(
@@ -100,9 +138,61 @@ class FiniteGuard:
             "Look for bad inputs, lower lr, set kl_clip (1e-3 is a good start) or raise damping"
         )
 
+    def _origin(self) -> list[str]:
+        """The layers where bad numbers began, as far as the trails tell.
+
+        Those whose weights are bad; else the layer in front of the first bad inputs, for it made them (or the first
+        layer of all, which was given them); else the last layer with bad gradients.
+        """
+        spoilt = {place for places, flags in self._spoilt.items() for place in _flagged(places, flags)}
+        order = list(dict.fromkeys(name for places in self._spoilt for name, _ in places))
+        if not spoilt:
+            return []
+        parameters = self._structure.parameters
+        units = [unit for unit in self._structure.units if unit.name in order]
+        weights = [u.name for u in units if any(not _is_finite(parameters[slot.parameter]) for slot in u.slots)]
+        if weights:
+            return weights
+        for before, name in zip([None, *order], order, strict=False):
+            if (name, "inputs") in spoilt:
+                return [before or name]
+        return [name for name in order if (name, "gradients") in spoilt][-1:]
+
     def _parameters(self) -> str:
         parameters = self._structure.parameters.items()
-        return _some([n for n, p in parameters if p.grad is not None and not bool(p.grad.isfinite().all())])
+        return _some([n for n, p in parameters if p.grad is not None and not _is_finite(p.grad)])
+
+
+def _owners(block: Block) -> list[str]:
+    """The layer that each of the block's `_pieces` belongs to."""
+    names = [unit.name for unit in block.units]
+    if block.family == "kronecker":
+        return names * 2
+    if block.family == "tridiagonal":
+        return names * 2 + names[:-1] * 2
+    return names
+
+
+def _pieces(block: Block, statistics: Statistics) -> Iterator[Tensor]:
+    """The statistics, layer by layer.
+
+    Of a dense matrix only the diagonal: by the inequality of Cauchy and Schwarz the rest is finite if that is.
+    """
+    tensors = statistics.tensors()
+    if block.family in {"kronecker", "tridiagonal"}:
+        yield from tensors.values()
+        return
+    fisher = tensors["fisher"]
+    diagonal = fisher if block.family == "diagonal" else fisher.diagonal(dim1=-2, dim2=-1)
+    yield from diagonal.split([unit.size for unit in block.units], dim=-1)
+
+
+def _flagged(places: Sequence[tuple[str, str]], flags: Tensor) -> Iterator[tuple[str, str]]:
+    return (place for place, flag in zip(places, flags.tolist(), strict=True) if flag)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(tensor.isfinite().all())
 
 
 def _some(names: list[str]) -> str:

@@ -85,7 +85,8 @@ def _watched(optimizer: NoisyOptimizer, loss: Tensor | None) -> Tensor | None:
     """Add Γ (w − m₀), at the sampled weights, to the gradient, and see whether the step may go on."""
     pending, gradient = optimizer._pending, optimizer._gradient.flat
     optimizer.factors.add_prior_gradient_(gradient, pending.mean_weights(), optimizer.priors.centre)
-    return optimizer.guard.watch(gradient, loss, pending.statistics, getattr(optimizer, "found_inf", None))
+    found_inf = getattr(optimizer, "found_inf", None)
+    return optimizer.guard.watch(gradient, loss, pending.statistics, pending.trails, found_inf)
 
 
 def _move(optimizer: NoisyOptimizer, groups: Groups, clip: float | Tensor | None, mask: Tensor | None) -> None:

@@ -123,7 +123,7 @@ class Block:
         matrices = self._matrices(passes)
         if self.family == "kronecker":
             (only,) = matrices
-            return kronecker.Statistics.measure(only.activations, only.gradients, only.constant)
+            return kronecker.Statistics(only.input_moment(), only.output_moment())
         measured = tridiagonal.Statistics.measure(
             [p.activations for p in matrices],
             [p.gradients for p in matrices],

@@ -1,0 +1,233 @@
+"""Statistics of convolutions: from the input patches in general, without them where a CPU is much faster so.
+
+The patches repeat every input pixel once for each tap of the kernel. Their second moment depends on two taps only
+through the shift from one to the other, apart from what the edges of the image cut off: 25 shifts in place of the 81
+pairs of taps of a 3×3 kernel, and by symmetry half of them. Squares of per-example gradients need patches along one
+axis only, because along the other a tap is a slice of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise, product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from noisygrad.curvature.passes import CHUNK, FEW_POSITIONS, MatrixPass, sum_of_squared_products
+from noisygrad.families.moments import gram
+
+
+def patches(module: Any, inputs: Tensor) -> Tensor:
+    """The input patch under each output position, `[B, positions, channels · kernel]`, in the order of the weight."""
+    kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
+    inputs = _padded(module, inputs)
+    if len(kernel) == 2 and inputs.device.type == "cpu":  # on a GPU it would be one launch for each image
+        return F.unfold(inputs, kernel, dilation=dilation, stride=stride).mT
+    for axis, (size, step, gap) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        inputs = inputs.unfold(axis, gap * (size - 1) + 1, step)[..., ::gap]
+    dims = len(kernel)  # now [B, channels, *positions, *kernel]
+    return inputs.movedim(1, dims + 1).flatten(dims + 1).flatten(1, dims)
+
+
+def _padded(module: Any, inputs: Tensor) -> Tensor:
+    padding = module._reversed_padding_repeated_twice
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    return F.pad(inputs, padding, mode=mode) if any(padding) else inputs
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a convolution of stride 1: sizes of image, output and kernel, zeros in front, gap between taps."""
+
+    size: int
+    outputs: int
+    kernel: int
+    before: int
+    dilation: int
+
+    def window(self, *taps: int) -> tuple[int, int]:
+        """The output positions [start, stop) at which all these taps lie on the image; empty ones have stop = start."""
+        places = [self.dilation * tap - self.before for tap in taps]
+        start = max(0, *(-place for place in places))
+        return start, max(start, min(self.outputs, *(self.size - place for place in places)))
+
+    def pairs(self) -> dict[int, dict[tuple[int, int], list[tuple[int, int]]]]:
+        """For each shift between two taps, and each range of pixels of the first that they visit, those taps."""
+        found: dict[int, dict[tuple[int, int], list[tuple[int, int]]]] = {}
+        for first, second in product(range(self.kernel), repeat=2):
+            start, stop = self.window(first, second)
+            if start < stop:
+                place = self.dilation * first - self.before
+                ranges = found.setdefault(self.dilation * (second - first), {})
+                ranges.setdefault((start + place, stop + place), []).append((first, second))
+        return found
+
+
+class ConvolutionPass(MatrixPass):
+    """A pass through a convolution of one or two axes with stride 1 and one group, on a CPU.
+
+    `activations`, the patches, are made only if somebody asks for them.
+    """
+
+    def __init__(self, module: Any, images: Tensor, gradients: Tensor, constant: bool) -> None:
+        self._module = module
+        self._images = images
+        self.gradients = gradients.flatten(2).mT
+        self.constant = constant
+        self.grouped = False
+        self._outputs = gradients.shape[2:]
+
+    @staticmethod
+    def applies(module: Any, images: Tensor, batch: int) -> bool:
+        """Whether this layer's geometry, device and batch allow it; else the patches are a `MatrixPass`."""
+        plain = module.groups == 1 and len(module.kernel_size) <= 2 and all(step == 1 for step in module.stride)
+        return plain and images.device.type == "cpu" and images.shape[0] == batch
+
+    @cached_property
+    def activations(self) -> Tensor:  # type: ignore[override]
+        """The patches, `[B, positions, channels · kernel]`."""
+        return patches(self._module, self._images)
+
+    def carried(self) -> dict[str, Tensor]:
+        """The images, not the patches."""
+        return {"inputs": self._images, "gradients": self.gradients}
+
+    @cached_property
+    def _geometry(self) -> tuple[Tensor, Axis, Axis]:
+        """Images `[B, channels, height, width]`, their vertical and their horizontal axis."""
+        module, images, outputs = self._module, self._images, tuple(self._outputs)
+        before = list(module._reversed_padding_repeated_twice[::2][::-1])
+        if module.padding_mode != "zeros":
+            images, before = _padded(module, images), [0] * len(before)
+        kernel, dilation = tuple(module.kernel_size), tuple(module.dilation)
+        if len(kernel) == 1:
+            images, outputs, kernel = images.unsqueeze(2), (1, *outputs), (1, *kernel)
+            before, dilation = [0, *before], (1, *dilation)
+        sizes = images.shape[2:]
+        vertical, horizontal = (Axis(*each) for each in zip(sizes, outputs, kernel, before, dilation, strict=True))
+        return images, vertical, horizontal
+
+    def input_moment(self) -> Tensor:
+        """The mean of a aᵀ, shift by shift."""
+        images, vertical, horizontal = self._geometry
+        batch, channels, height, width = images.shape
+        rows, taps = self.gradients[..., 0].numel(), vertical.kernel * horizontal.kernel
+        pixels = _pixels_first(images.flatten(2)).view(height, width * batch, channels)
+        size = channels * taps
+        moment = images.new_zeros(size + self.constant, size + self.constant)
+        blocks = moment[:size, :size].unflatten(0, (channels, taps)).unflatten(2, (channels, taps))
+        columns = horizontal.pairs()
+        for down, ranges in vertical.pairs().items():
+            for right, spans in columns.items():
+                if (down, right) < (0, 0):
+                    continue  # the transpose of the opposite shift
+                sums = _shifted_products(pixels, batch, (down, right), list(ranges), list(spans))
+                for (y, x), block in sums.items():
+                    block = block.div_(rows)  # noqa: PLW2901
+                    mirrored = block.T.contiguous()
+                    for (top, bottom), (left, other) in product(ranges[y], spans[x]):
+                        first, second = top * horizontal.kernel + left, bottom * horizontal.kernel + other
+                        blocks[:, first, :, second] = block
+                        if first != second:
+                            blocks[:, second, :, first] = mirrored
+        if self.constant:
+            moment[size, :size] = moment[:size, size] = self._means(pixels.view(height, width, batch, channels)) / rows
+            moment[size, size] = 1.0
+        return moment
+
+    def _means(self, pixels: Tensor) -> Tensor:
+        """The sum over examples and positions of what each tap sees, `[channels · kernel]`."""
+        _, vertical, horizontal = self._geometry
+        total = pixels.sum(dim=2)
+        sums = []
+        for tap_y, tap_x in product(range(vertical.kernel), range(horizontal.kernel)):
+            sums.append(total[_under(vertical, tap_y), _under(horizontal, tap_x)].sum(dim=(0, 1)))
+        return torch.stack(sums, dim=-1).flatten()
+
+    def output_moment(self) -> Tensor:
+        """As of any matrix, but positions come before examples, as the transpose leaves them."""
+        return gram(_pixels_first(self.gradients.mT)) / self.gradients.shape[0]
+
+    def squares(self) -> Tensor:
+        """The mean over the batch of squared per-example gradients, without the patches."""
+        batch, positions, _ = self.gradients.shape
+        if positions == 1:
+            return super().squares()
+        weight = self._squares_by_taps() if positions <= FEW_POSITIONS else self._squares_by_rows()
+        return self._flat(weight, self.gradients.sum(dim=-2).square().sum(dim=-2)) / batch
+
+    def _squares_by_taps(self) -> Tensor:
+        """Each tap is a 1×1 convolution of what it sees: for few positions, of which the edges cut off most."""
+        images, vertical, horizontal = self._geometry
+        gradients = self.gradients.mT.unflatten(-1, (vertical.outputs, horizontal.outputs))
+        found = []
+        for tap_y, tap_x in product(range(vertical.kernel), range(horizontal.kernel)):
+            seen = images[..., _under(vertical, tap_y), _under(horizontal, tap_x)].flatten(2).mT
+            at = gradients[..., slice(*vertical.window(tap_y)), slice(*horizontal.window(tap_x))].flatten(2).mT
+            found.append(sum_of_squared_products(at, seen))
+        return torch.stack(found, dim=-1).flatten(1)
+
+    def _squares_by_rows(self) -> Tensor:
+        """Patches along the width, of some examples at a time; along the height a tap is a slice of them."""
+        images, vertical, horizontal = self._geometry
+        channels, width = images.shape[1], horizontal.outputs
+        zeros = self._module.padding_mode == "zeros"
+        padding = self._module._reversed_padding_repeated_twice if zeros else (0, 0)
+        total = images.new_zeros(vertical.kernel, self.gradients.shape[-1], channels * horizontal.kernel)
+        size = max(1, CHUNK["cpu"] // (images[0].numel() * horizontal.kernel))
+        for some, gradients in zip(images.split(size), self.gradients.split(size), strict=True):
+            strips = F.pad(some, padding).unfold(-1, width, horizontal.dilation).transpose(2, 3)
+            strips = strips.reshape(len(some), channels * horizontal.kernel, -1)  # [B, channels · taps, pixels]
+            for tap, part in enumerate(total):
+                start = tap * vertical.dilation * width
+                seen = strips[..., start : start + gradients.shape[1]].mT
+                part.add_(sum_of_squared_products(gradients, seen))
+        by_channel: Tensor = total.unflatten(-1, (channels, -1))  # [tap, outputs, channels, tap]
+        return by_channel.permute(1, 2, 0, 3).flatten(1)
+
+
+def _pixels_first(features: Tensor) -> Tensor:
+    """`[B, features, positions]` as `[positions · B, features]`: one transpose of a matrix, which is fast."""
+    batch, count, positions = features.shape
+    return features.reshape(batch * count, positions).T.reshape(positions * batch, count)
+
+
+def _under(axis: Axis, tap: int) -> slice:
+    """The pixels that a tap sees."""
+    place = axis.dilation * tap - axis.before
+    start, stop = axis.window(tap)
+    return slice(start + place, stop + place)
+
+
+def _shifted_products(
+    pixels: Tensor,
+    batch: int,
+    shift: tuple[int, int],
+    ranges: Sequence[tuple[int, int]],
+    spans: Sequence[tuple[int, int]],
+) -> dict[tuple[tuple[int, int], tuple[int, int]], Tensor]:
+    """Σ x[q] x[q + shift]ᵀ over the pixels q in each of the ranges of rows and each of the spans of columns.
+
+    `pixels` are `[height, width · B, channels]`, so that a span of columns is a slice of memory. Spans that overlap
+    are put together from the pieces between their ends, and rows are summed last: nothing is multiplied twice.
+    """
+    down, right = shift
+    height = pixels.shape[0]
+    cuts = sorted({cut for span in spans for cut in span})
+    top, bottom = pixels[: height - down], pixels[down:]
+    pieces = [
+        torch.bmm(top[:, start * batch : stop * batch].mT, bottom[:, (start + right) * batch : (stop + right) * batch])
+        for start, stop in pairwise(cuts)
+    ]
+    sums = {}
+    for rows in ranges:
+        summed = [piece[slice(*rows)].sum(dim=0) for piece in pieces]
+        for span in spans:
+            inside = [piece for piece, start in zip(summed, cuts, strict=False) if span[0] <= start < span[1]]
+            sums[rows, span] = inside[0].clone() if len(inside) == 1 else torch.stack(inside).sum(dim=0)
+    return sums
