@@ -1,0 +1,1 @@
+"""What the paper compares noisy natural gradient with."""

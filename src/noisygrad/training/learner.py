@@ -1,0 +1,70 @@
+"""What can be trained as replicas: R independent networks whose state is tensors, and a step that is only arithmetic.
+
+A `Learner` draws nothing and looks at nothing: its random numbers, its batch and its place in the schedule come from
+outside, as tensors. So its step can be compiled, or recorded once as a CUDA graph and replayed (`training.replicas`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from noisygrad.predictions import RegressionPrediction
+
+
+class Learner(ABC):
+    """R networks for regression, trained at once; every tensor of the state has the replicas in front.
+
+    Attributes:
+        replicas: R.
+        device: Where the state is.
+        dtype: Of the weights.
+        anneal: A tensor `[1]` that the engine sets before each epoch; the learner multiplies its rates by it.
+        refresh_every: `refresh_` is due in each step whose number this divides, and in steps 1, 2, 4, … below; 0 means never.
+        refresh_traceable: Whether `refresh_` can be compiled and captured (a Cholesky can, an `eigh` can not).
+    """
+
+    replicas: int
+    device: torch.device
+    dtype: torch.dtype
+    anneal: Tensor
+    refresh_every: int = 0
+    refresh_traceable: bool = True
+
+    @abstractmethod
+    def noise_shapes(self, batch_size: int) -> dict[str, tuple[int, ...]]:
+        """The standard normal numbers that one step takes, per replica, by name."""
+
+    @abstractmethod
+    def step_(self, x: Tensor, y: Tensor, noise: Mapping[str, Tensor]) -> None:
+        """One step on a batch, in place: x `[R, B, inputs]`, y `[R, B, outputs]`, noise `[R, *shape]` by name.
+
+        No host synchronisation, no random numbers, no branch on a value; the state's tensors stay where they are.
+        """
+
+    def refresh_(self) -> None:
+        """Recompute what several steps share, in place; where it is due, between `step_` and `move_`."""
+        return
+
+    def move_(self) -> None:
+        """What is left of a step after the refresh, under the rules of `step_`."""
+        return
+
+    def end_epoch_(self) -> None:
+        """Called after each pass over the data; what it does may be slow and need not be traceable."""
+        return
+
+    @abstractmethod
+    def predict(self, x: Tensor, num_samples: int, generators: Sequence[torch.Generator]) -> RegressionPrediction:
+        """The predictive of targets `[R, n, outputs]` for x `[R, n, inputs]`, each replica from its own generator."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """The whole state by name, replicas in front."""
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """Figures about the fit, `[R]` by name, beside those of its predictions."""
+        return {}

@@ -1,0 +1,242 @@
+"""Replicas: the same arithmetic as the optimisers, equal to lone trainings, however the step is executed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import noisygrad as ng
+from noisygrad.baselines.bbb import BBB, BBBSettings
+from noisygrad.likelihoods import Gaussian
+from noisygrad.posterior.structure import parameter_order
+from noisygrad.training.noisy import NoisyLearner, NoisySettings
+from noisygrad.training.perceptrons import Perceptrons
+from noisygrad.training.replicas import Streams, compiler_available, train_replicas
+from truth import OPTIMIZERS, normal
+
+NETWORK = Perceptrons((3, 5, 4, 1))
+NUM_DATA = 23
+FAMILIES = ("diagonal", "kronecker", "tridiagonal", "full")
+
+
+def make_data(replicas: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    x = torch.stack([normal(NUM_DATA, 3, seed=seed + index) for index in range(replicas)])
+    return x, x.sum(-1, keepdim=True).sin()
+
+
+def make_learner(kind: str, streams: Streams, **settings: object) -> NoisyLearner | BBB:
+    options: dict = {"num_data": NUM_DATA, "generators": streams.start, "dtype": torch.float64}
+    if kind == "bbb":
+        return BBB(NETWORK, Gaussian(), BBBSettings(mc_samples=3, **settings), **options)
+    return NoisyLearner(NETWORK, Gaussian(), NoisySettings(family=kind, mc_samples=3, **settings), **options)
+
+
+def train(kind: str, seeds: list[int], *, epochs: int = 10, execution: str = "eager", **settings: object) -> dict:
+    streams = Streams.of(seeds)
+    learner = make_learner(kind, streams, **settings)
+    x, y = make_data(100)
+    train_replicas(
+        learner, x[seeds], y[seeds], epochs=epochs, batch_size=4, streams=streams, execution=execution,
+        anneal=lambda epoch: 1.0 if epoch <= epochs // 2 else 0.1,
+    )  # fmt: skip
+    prediction = learner.predict(x[seeds], 5, streams.test)
+    return {**learner.tensors(), "kl": learner.kl(), "prediction": prediction.mean, "scale": prediction.scale[0]}
+
+
+def test_forward_and_backward_are_those_of_autograd():
+    weights = normal(2, 3, NETWORK.num_weights, seed=1).requires_grad_()
+    x = normal(2, 6, 3, seed=2)
+    inputs, outputs = NETWORK.forward(weights, x)
+    at_output = normal(2, 3, 2, 6, 1, seed=3)
+    found = NETWORK.backward(weights, inputs, at_output)
+    for index in range(2):
+        (truth,) = torch.autograd.grad((outputs * at_output[:, :, index]).sum(), weights, retain_graph=True)
+        layers = [
+            torch.cat([g[:, :, index].mT @ a, g[:, :, index].sum(-2).unsqueeze(-1)], dim=-1).flatten(2)
+            for g, a in zip(found, inputs, strict=True)
+        ]
+        torch.testing.assert_close(torch.cat(layers, dim=-1), truth, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("noise_prior", [(6.0, 6.0), None], ids=["gamma", "point"])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("diagonal", {}),
+        ("kronecker", {}),
+        ("kronecker", {"damping": 0.05, "momentum": 0.0}),
+        ("kronecker", {"damping_mode": "exact", "factor_every": 3}),
+        ("tridiagonal", {"factor_every": 2}),
+        ("full", {"noise": False, "mc_samples": 1}),
+    ],
+    ids=str,
+)
+def test_a_learner_follows_the_optimiser(family: str, settings: dict, noise_prior: tuple | None) -> None:
+    """The same noise, targets and batches through `NoisyAdam` … `NoisyFull`: the same mean, noise and KL to 1e-9."""
+    samples = settings.get("mc_samples", 3)
+    chosen = NoisySettings(
+        **{"family": family, "lr": 0.05, "fisher_rate": 0.3, "kl_weight": 0.7, "prior_variance": 0.5, "mc_samples": 3}
+        | settings
+    )
+    learner = NoisyLearner(
+        NETWORK, Gaussian(noise_prior=noise_prior), chosen, num_data=NUM_DATA, generators=[torch.Generator()],
+        dtype=torch.float64,
+    )  # fmt: skip
+    model = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 1)).double()
+    linears = [module for module in model if isinstance(module, nn.Linear)]
+    with torch.no_grad():
+        for linear, matrix in zip(linears, NETWORK.matrices(learner.mean[0]), strict=True):
+            linear.weight.copy_(matrix[:, :-1])
+            linear.bias.copy_(matrix[:, -1])
+    optimizer = OPTIMIZERS[family](
+        model, Gaussian(noise_prior=noise_prior), num_data=NUM_DATA, lr=0.05, fisher_decay=0.7, kl_weight=0.7,
+        prior_variance=0.5, mc_samples=samples, stats_every=1, factor_every=chosen.factor_every, seed=3,
+        damping=chosen.damping, momentum=chosen.momentum, damping_mode=chosen.damping_mode, noise=chosen.noise,
+    )  # fmt: skip
+    generator = torch.Generator()
+    generator.set_state(optimizer.generators[0].get_state())
+    places = [place for matrix in layer_places() for place in matrix]
+    for step in range(1, 9):
+        x, y = normal(4, 3, seed=step), normal(4, 1, seed=step + 50)
+        drawn = []
+        for _ in range(samples):
+            weights = torch.zeros(NETWORK.num_weights, dtype=torch.float64)
+            if chosen.noise:
+                weights.normal_(generator=generator)
+            targets = torch.empty(4, 1, dtype=torch.float64).normal_(generator=generator)
+            # The optimiser's flat vector has all of W, then b; a diagonal takes its noise in that order.
+            drawn.append((weights[places] if family == "diagonal" else weights, -targets))
+        noise = {"weights": torch.stack([w for w, _ in drawn]), "targets": torch.stack([t for _, t in drawn])}
+        learner.step_(x[None], y[None], {name: tensor[None] for name, tensor in noise.items()})
+        if step % chosen.factor_every == 0 or (step < chosen.factor_every and step in {1, 2, 4}):
+            learner.refresh_()
+        learner.move_()
+        optimizer.step(lambda x=x, y=y: (model(x), y))
+        for linear, matrix in zip(linears, NETWORK.matrices(learner.mean[0]), strict=True):
+            torch.testing.assert_close(torch.cat([linear.weight, linear.bias[:, None]], 1), matrix, rtol=1e-9, atol=1e-9)
+        if noise_prior is None:
+            torch.testing.assert_close(learner.likelihood.noise_point[0], optimizer.likelihood.noise_point)
+        else:
+            torch.testing.assert_close(learner.likelihood.noise_rate[0], optimizer.likelihood.noise_rate)
+    if chosen.noise and chosen.factor_every == 1:
+        torch.testing.assert_close(learner.kl()[0], optimizer.posterior().kl(), rtol=1e-9, atol=1e-9)
+
+
+def layer_places() -> list[list[int]]:
+    """For each layer, where the entries of [W | b], row by row, lie in a vector of all of W and then b."""
+    places, start = [], 0
+    for rows, columns in NETWORK.shapes:
+        inner = columns - 1
+        places.append(
+            [
+                start + (row * inner + column if column < inner else rows * inner + row)
+                for row in range(rows)
+                for column in range(columns)
+            ]
+        )
+        start += rows * columns
+    return places
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, "bbb"])
+def test_a_replica_is_a_lone_training(kind: str) -> None:
+    together = train(kind, [3, 7, 5])  # 50 steps
+    for index, seed in enumerate([3, 7, 5]):
+        alone = train(kind, [seed])
+        for name, tensor in alone.items():
+            difference = (together[name][index] - tensor[0]).abs().max() / tensor.abs().max().clamp_min(1e-30)
+            assert difference < 1e-10, (name, float(difference))
+
+
+@pytest.mark.parametrize("kind", ["kronecker", "diagonal", "bbb"])
+@pytest.mark.skipif(not compiler_available(), reason="torch.compile needs a C++ compiler")
+def test_a_compiled_step_is_the_eager_one(kind: str) -> None:
+    eager, compiled = (train(kind, [0, 1], epochs=3, execution=how) for how in ("eager", "compiled"))
+    for name, tensor in eager.items():
+        torch.testing.assert_close(compiled[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_bbb_follows_the_gradient_of_the_elbo():
+    streams = Streams.of([0, 1])
+    learner = make_learner("bbb", streams)
+    assert isinstance(learner, BBB)
+    x, y = make_data(2)
+    x, y = x[:, :6], y[:, :6]
+    noise = normal(2, 3, NETWORK.num_weights, seed=9)
+    parameters = learner._parameters.clone().requires_grad_()
+    mean, log_std = parameters.unbind(0)
+    weights = mean.unsqueeze(1) + log_std.exp().unsqueeze(1) * noise
+    outputs = NETWORK.forward(weights, x)[1]
+    nll = 0.5 * learner.precision() * (outputs - y.unsqueeze(1)).square()
+    q = torch.distributions.Normal(mean, log_std.exp())
+    kl = torch.distributions.kl_divergence(q, torch.distributions.Normal(0.0, 1.0)).sum(-1)
+    (truth,) = torch.autograd.grad((nll.sum(-1).mean((1, 2)) + kl / NUM_DATA).sum(), parameters)
+    learner.step_(x, y, {"weights": noise})
+    # The first step of Adam has the first moment (1 − β₁) g.
+    torch.testing.assert_close(learner._adam.first, 0.1 * truth, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(make_learner("bbb", Streams.of([0, 1])).kl(), kl.detach(), rtol=1e-10, atol=1e-10, check_stride=False)
+
+
+def test_adam_is_torchs():
+    start, gradients = normal(3, 4, seed=0), [normal(3, 4, seed=index) for index in range(1, 8)]
+    from noisygrad.training.adam import Adam
+
+    mine, theirs = start.clone(), nn.Parameter(start.clone())
+    adam, reference = Adam(mine, lr=0.03), torch.optim.Adam([theirs], lr=0.03)
+    for gradient in gradients:
+        adam.step_(gradient, torch.tensor(1.0, dtype=torch.float64))
+        theirs.grad = gradient
+        reference.step()
+    torch.testing.assert_close(mine, theirs.detach(), rtol=1e-10, atol=1e-12)
+
+
+def test_elbo_is_the_posteriors():
+    """−N·E[nll] − λ·KL by hand, from the same draws."""
+    streams = Streams.of([4])
+    learner = make_learner("kronecker", streams)
+    x, y = make_data(1)
+    draws = learner.draws(6, Streams.of([4]).test)
+    outputs = NETWORK.forward(draws, x)[1]
+    log_prob = learner.likelihood.log_prob(outputs[0].movedim(0, 0).flatten(0, 1)[None], y.repeat(1, 6, 1))
+    truth = NUM_DATA * log_prob.mean() - learner.kl()[0] - learner.likelihood.kl()[0]
+    torch.testing.assert_close(learner.elbo(x, y, 6, streams.test)[0], truth)
+
+
+def test_a_factorisation_that_fails_keeps_the_old_one():
+    learner = make_learner("kronecker", Streams.of([0, 1]))
+    assert isinstance(learner, NoisyLearner)
+    before = {name: tensor.clone() for name, tensor in learner.samplers[0].tensors().items()}
+    learner.statistics[0].inputs[1] = torch.diag(torch.tensor([9.0, -5.0, 1.0, 1.0], dtype=torch.float64))
+    learner.statistics[0].inputs[0] *= 2.0
+    learner.refresh_()
+    after = learner.samplers[0].tensors()
+    assert learner.rejected.tolist() == [0.0, 1.0]
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name][1], tensor[1])
+    assert not torch.equal(after["right"][0], before["right"][0])
+
+
+def test_bad_arguments_are_named():
+    streams = Streams.of([0, 1])
+    learner = make_learner("kronecker", streams)
+    x, y = make_data(2)
+    good: dict = {"epochs": 1, "batch_size": 4, "streams": streams, "execution": "eager"}
+    with pytest.raises(ValueError, match="epochs and batch_size"):
+        train_replicas(learner, x, y, **good | {"epochs": 0})
+    with pytest.raises(ValueError, match=r"\[2, N, …\]"):
+        train_replicas(learner, x[:1], y, **good)
+    with pytest.raises(ValueError, match="streams of 1"):
+        train_replicas(learner, x, y, **good | {"streams": Streams.of([0])})
+    with pytest.raises(ValueError, match="needs a GPU"):
+        train_replicas(learner, x, y, **good | {"execution": "captured"})
+    with pytest.raises(ValueError, match="execution must be"):
+        train_replicas(learner, x, y, **good | {"execution": "fast"})
+    with pytest.raises(ValueError, match="family"):
+        NoisySettings(family="banded")
+    with pytest.raises(ValueError, match="lr must be positive"):
+        NoisySettings(lr=math.nan)
+    with pytest.raises(ValueError, match="sizes"):
+        Perceptrons((3,))
