@@ -14,6 +14,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from noisygrad.data.commands import app as data_commands
+from noisygrad.experiments.commands import app as reproduce_commands
+
 main = typer.Typer(
     name="noisygrad",
     help="Bayesian deep learning by noisy natural gradient.",
@@ -22,6 +25,10 @@ main = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+main.add_typer(data_commands, name="data")
+main.add_typer(reproduce_commands, name="reproduce")
 
 
 def _show_version(wanted: bool) -> None:
@@ -99,6 +106,26 @@ def demo(
         console.print("Quick trial: far too few epochs for good numbers.")
     console.print(f"{time.perf_counter() - start:.0f} s in all. The page is in ", end="")
     console.print(str(output), style="bold", soft_wrap=True, markup=False)
+
+
+@main.command()
+def report(
+    results: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the results are.")] = Path("results"),
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="PATH", callback=_writable_file, help="Where to write the page."),
+    ] = Path("noisygrad-report.html"),
+) -> None:
+    """One HTML page from the results: our tables and figures beside the paper's. It needs no network."""
+    from noisygrad.report.site import write_report
+
+    try:
+        with _interruptible(output):
+            write_report(results, output)
+    except (FileNotFoundError, ValueError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from None
+    Console(highlight=False).print(f"The page is in {output}", soft_wrap=True, markup=False)
 
 
 @contextmanager

@@ -6,17 +6,16 @@ Page("Title").section("Data").text("...").table(table).figure(figure, caption=".
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from string import Template
-from typing import Self
+from typing import Protocol, Self
 
 from matplotlib.figure import Figure
 
 from noisygrad.archive import write_atomically
 from noisygrad.report.images import picture
 from noisygrad.report.stylesheet import CSS
-from noisygrad.report.tables import Table
 
 _DOCUMENT = Template("""<!DOCTYPE html>
 <html lang="en">
@@ -36,6 +35,13 @@ $sections$footer</main>
 </body>
 </html>
 """)
+
+
+class Drawn(Protocol):
+    """What can write itself as HTML, with all its text escaped."""
+
+    def html(self) -> str:
+        """The element."""
 
 
 class Page:
@@ -62,9 +68,21 @@ class Page:
         """Add paragraphs."""
         return self._add(*(f"<p>{html.escape(paragraph)}</p>" for paragraph in paragraphs))
 
-    def table(self, table: Table) -> Self:
+    def table(self, table: Drawn) -> Self:
         """Add a table of results."""
         return self._add(table.html())
+
+    def items(self, items: Iterable[str]) -> Self:
+        """Add a list of sentences."""
+        lines = "\n".join(f"<li>{html.escape(item)}</li>" for item in items)
+        return self._add(f"<ul>\n{lines}\n</ul>")
+
+    def tiles(self, tiles: Mapping[str, str]) -> Self:
+        """Add the few numbers that matter most: each large, with what it counts below it."""
+        boxes = "\n".join(
+            f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>" for name, value in tiles.items()
+        )
+        return self._add(f'<dl class="tiles">\n{boxes}\n</dl>')
 
     def figure(self, figure: Figure, *, caption: str, alt: str) -> Self:
         """Add a figure; `alt` says in words what it shows."""
@@ -73,15 +91,17 @@ class Page:
             f"<figcaption>{html.escape(caption)}</figcaption>\n</figure>"
         )
 
-    def pairs(self, pairs: Mapping[str, object], *, caption: str) -> Self:
-        """Add a list of names and values, such as settings or versions."""
+    def pairs(self, pairs: Mapping[str, object], *, caption: str, folded: bool = False) -> Self:
+        """Add a list of names and values, such as settings or versions; a folded one opens at a click."""
         rows = "\n".join(
             f'<tr><th scope="row">{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>'
             for name, value in pairs.items()
         )
-        return self._add(
-            f'<table class="pairs">\n<caption>{html.escape(caption)}</caption>\n<tbody>\n{rows}\n</tbody>\n</table>'
-        )
+        body = f"<tbody>\n{rows}\n</tbody>"
+        if folded:
+            summary = f"<summary>{html.escape(caption)}</summary>"
+            return self._add(f'<details>\n{summary}\n<table class="pairs">\n{body}\n</table>\n</details>')
+        return self._add(f'<table class="pairs">\n<caption>{html.escape(caption)}</caption>\n{body}\n</table>')
 
     def html(self) -> str:
         """The whole page."""

@@ -11,6 +11,8 @@ from typing import Literal, TypeAlias
 import rich.markup
 import rich.table
 
+from noisygrad.report.comparison import MARKS, Verdict
+
 Cell: TypeAlias = str | float | None
 Best: TypeAlias = Literal["highest", "lowest"] | float
 
@@ -119,3 +121,99 @@ class Table:
 
 def _number_class(column: Column) -> str:
     return "" if column.digits is None else ' class="number"'
+
+
+_VERDICTS: dict[Verdict, str] = {
+    "better": "better than the paper's by more than one standard error of the difference",
+    "within": "within one standard error",
+    "worse": "worse by more than one",
+}
+_RICH_STYLES: dict[Verdict, str] = {"better": "green", "within": "default", "worse": "red"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One place of a comparison: ours, the paper's below it, and how they stand to each other."""
+
+    ours: str = _ABSENT
+    theirs: str = ""
+    verdict: Verdict | None = None
+    tooltip: str = ""
+    note: str = ""
+    """A word of warning, such as that replicates are missing."""
+
+    def html(self) -> str:
+        """As a cell of a table."""
+        classes = " ".join(("number", "entry", *((self.verdict,) if self.verdict else ())))
+        tooltip = f' title="{html.escape(self.tooltip)}"' if self.tooltip else ""
+        mark = ""
+        if self.verdict:
+            mark = f' <span class="mark" role="img" aria-label="{self.verdict}">{MARKS[self.verdict]}</span>'
+        lines = [f'<span class="ours">{html.escape(self.ours)}{mark}</span>']
+        lines += [f'<span class="theirs">{html.escape(self.theirs)}</span>'] if self.theirs else []
+        lines += [f'<span class="note">{html.escape(self.note)}</span>'] if self.note else []
+        return f'<td class="{classes}"{tooltip}>{"".join(lines)}</td>'
+
+    def rich(self) -> str:
+        """For a terminal, with the same marks."""
+        ours = rich.markup.escape(self.ours)
+        if self.verdict:
+            ours = f"[{_RICH_STYLES[self.verdict]}]{ours} {MARKS[self.verdict]}[/]"
+        below = [f"[dim]{rich.markup.escape(text)}[/]" for text in (self.theirs, self.note) if text]
+        return "\n".join((ours, *below))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonTable:
+    """Data sets by methods, each place with our figure over the paper's."""
+
+    columns: Sequence[str]
+    rows: Mapping[str, Sequence[Entry]]
+    caption: str
+    corner: str = "data"
+    legend: bool = True
+    """Whether to explain the marks: once is enough for tables that follow each other."""
+
+    def __post_init__(self) -> None:
+        if not self.columns or not self.rows:
+            raise ValueError(f"the table {self.caption!r} has no columns or no rows")
+        for name, entries in self.rows.items():
+            if len(entries) != len(self.columns):
+                raise ValueError(
+                    f"the row {name!r} of {self.caption!r} has {len(entries)} entries; expected {len(self.columns)}"
+                )
+
+    def html(self) -> str:
+        """As HTML: a legend if anything is judged, and the table in a box that scrolls sideways."""
+        heads = "".join(f'<th scope="col" class="number">{html.escape(name)}</th>' for name in self.columns)
+        lines = (
+            f'<tr><th scope="row">{html.escape(name)}</th>{"".join(entry.html() for entry in entries)}</tr>'
+            for name, entries in self.rows.items()
+        )
+        judged = self.legend and any(entry.verdict for entries in self.rows.values() for entry in entries)
+        return (
+            (_legend() + "\n" if judged else "")
+            + f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(self.caption)}">\n'
+            f'<table class="comparison">\n<caption>{html.escape(self.caption)}</caption>\n'
+            f'<thead><tr><th scope="col">{html.escape(self.corner)}</th>{heads}</tr></thead>\n<tbody>\n'
+            + "\n".join(lines)
+            + "\n</tbody>\n</table>\n</div>"
+        )
+
+    def rich(self) -> rich.table.Table:
+        """For a terminal."""
+        drawn = rich.table.Table(title=self.caption, title_justify="left", title_style="bold", show_lines=True)
+        drawn.add_column(self.corner)
+        for name in self.columns:
+            drawn.add_column(name, justify="right")
+        for name, entries in self.rows.items():
+            drawn.add_row(rich.markup.escape(name), *(entry.rich() for entry in entries))
+        return drawn
+
+
+def _legend() -> str:
+    words = (
+        f'<span class="{name}"><span class="mark" aria-hidden="true">{MARKS[name]}</span> {html.escape(text)}</span>'
+        for name, text in _VERDICTS.items()
+    )
+    return f'<p class="legend">{" ".join(words)}</p>'

@@ -1,0 +1,180 @@
+"""Table 1 of the paper and its supplement: test RMSE and log-likelihood on the UCI sets.
+
+A job is a data set and a method; its cells are the standard splits, trained together as replicas of one network.
+Protocol and constants are the paper's and its released code's (`docs/reproduce.md`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from noisygrad.data import Standardised, Table, load_table, splits_of, standard_splits, standardised
+from noisygrad.data.own_csv import read_csv_table
+from noisygrad.experiments.cells import Cell, Job
+from noisygrad.experiments.environment import device_name
+from noisygrad.experiments.methods import METHODS, Problem, find_method
+from noisygrad.training.learner import Learner
+from noisygrad.training.replicas import Execution, Streams, train_replicas
+from noisygrad.training.threads import one_thread
+
+EXPERIMENT = "regression"
+DATA = ("boston", "concrete", "energy", "kin8nm", "naval-turbine", "naval", "power", "protein", "wine", "yacht")
+"""The paper's nine sets, naval as both tasks."""
+PAPER_METHODS = ("NNG-MVG", "NNG-FFG", "BBB", "PBP", "PBP_MV", "VMG")
+
+_LARGE = 3000
+"""From so many rows on, batches are of 100, as the paper says."""
+_WIDE = ("protein", "year")
+OWN_SPLITS = 20
+
+Report = Callable[[float, str], None]
+
+
+def plan(
+    data: Sequence[str],
+    methods: Sequence[str],
+    *,
+    epochs: int | None = None,
+    splits: int | None = None,
+    data_dir: str | Path | None = None,
+    csv: tuple[str, str] | None = None,
+    seed: int = 0,
+) -> list[Job]:
+    """The jobs of a run, the cheap ones first.
+
+    Args:
+        data: Names of data sets; with `csv`, its name.
+        methods: Names of methods.
+        epochs: Instead of each method's own.
+        splits: Only the first so many splits of each set.
+        data_dir: Where the data lie.
+        csv: A file of the user's own and its target column.
+        seed: Of all random numbers; a replicate's seed follows from it.
+    """
+    jobs = []
+    for name in data:
+        table = _table(name, data_dir, csv)
+        count = len(_splits(table, csv))
+        for method in methods:
+            entry = find_method(method)
+            if entry.only is not None and csv is None and name not in entry.only:
+                continue
+            config = entry.config(problem_of(table))
+            config |= {"seed": seed} | ({} if epochs is None else {"epochs": epochs})
+            if csv is not None:
+                config["csv"], config["target"] = Path(csv[0]).name, csv[1]
+            steps = config["epochs"] * table.rows / config["batch_size"]
+            replicates = tuple(range(count if splits is None else min(splits, count)))
+            jobs.append(Job(data=name, method=method, replicates=replicates, config=config, cost=steps * entry.cost))
+    return sorted(jobs, key=lambda job: job.cost)
+
+
+def problem_of(table: Table) -> Problem:
+    """What a method's settings depend on."""
+    return Problem(
+        name=table.name,
+        rows=table.rows,
+        features=table.features,
+        batch_size=100 if table.rows > _LARGE else 10,
+        hidden=100 if table.name in _WIDE else 50,
+    )
+
+
+def run_job(
+    job: Job,
+    report: Report,
+    *,
+    data_dir: str | None = None,
+    csv: tuple[str, str] | None = None,
+    device: str = "cpu",
+    execution: Execution = "auto",
+) -> list[Cell]:
+    """Train the splits of a job at once and measure each on its test rows."""
+    table = _table(job.data, data_dir, csv)
+    splits = _splits(table, csv)
+    with one_thread(device == "cpu"):
+        start = time.perf_counter()
+        data = standardised(table, [splits[replicate] for replicate in job.replicates])
+        learner, streams = fit(job, data, device, execution, report)
+        metrics = measure(learner, data, streams, job.config["test_samples"])
+        seconds = (time.perf_counter() - start) / len(job.replicates)
+    return [
+        job.cell(
+            EXPERIMENT,
+            replicate,
+            {name: float(values[index]) for name, values in metrics.items()},
+            seconds=seconds,
+            device=device_name(device),
+        )
+        for index, replicate in enumerate(job.replicates)
+    ]
+
+
+def fit(
+    job: Job, data: Standardised, device: str, execution: Execution, report: Report
+) -> tuple[Learner, Streams]:
+    """The trained learner of a job."""
+    config, epochs = job.config, job.config["epochs"]
+    streams = Streams.of([config["seed"] * 1000 + replicate for replicate in job.replicates], device)
+    learner = find_method(job.method).learner(config, data, streams.start, device)
+    x, y = (_tensor(array, learner) for array in (data.x_train, data.y_train))
+    every = max(1, epochs // 200)
+
+    def on_epoch(epoch: int) -> None:
+        if epoch % every == 0:
+            report(epoch / epochs, f"{job.data} {job.method} epoch {epoch}")
+
+    train_replicas(
+        learner,
+        x,
+        y,
+        epochs=epochs,
+        batch_size=config["batch_size"],
+        streams=streams,
+        anneal=partial(annealing, epochs=epochs, factor=config["anneal"]),
+        execution=execution,
+        on_epoch=on_epoch,
+    )
+    return learner, streams
+
+
+def annealing(epoch: int, *, epochs: int, factor: float) -> float:
+    """1 in the first half of the epochs, `factor` in the second."""
+    return 1.0 if epoch <= epochs // 2 else factor
+
+
+def measure(learner: Learner, data: Standardised, streams: Streams, samples: int) -> dict[str, Tensor]:
+    """Figures of each replica, in the unit of the target: `[R]` by name."""
+    x, y, std = (_tensor(array, learner) for array in (data.x_test, data.y_test, data.y_std))
+    prediction = learner.predict(x, samples, streams.test)
+    errors = (prediction.mean - y).squeeze(-1)
+    return {
+        "rmse": errors.square().mean(-1).sqrt() * std,
+        "log_likelihood": prediction.log_prob(y).mean(-1) - std.log(),
+        "noise_std": prediction.aleatoric.mean((-2, -1)).sqrt() * std,
+        "epistemic_std": prediction.epistemic.mean((-2, -1)).sqrt() * std,
+        **learner.diagnostics(),
+    }
+
+
+def _tensor(array: np.ndarray[Any, Any], learner: Learner) -> Tensor:
+    return torch.from_numpy(array).to(device=learner.device, dtype=learner.dtype)
+
+
+def _table(name: str, data_dir: str | Path | None, csv: tuple[str, str] | None) -> Table:
+    return load_table(name, data_dir) if csv is None else read_csv_table(*csv)
+
+
+def _splits(table: Table, csv: tuple[str, str] | None) -> Any:
+    return splits_of(table.name) if csv is None else standard_splits(table.rows, OWN_SPLITS)
+
+
+__all__ = ["DATA", "EXPERIMENT", "METHODS", "PAPER_METHODS", "annealing", "fit", "measure", "plan", "run_job"]

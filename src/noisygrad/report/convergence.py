@@ -1,0 +1,117 @@
+"""Training curves: the ELBO of each method against the iteration, as in the supplement's figure."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from noisygrad.experiments.cells import Cell, Results
+from noisygrad.report.figures import Curve, training_curves
+from noisygrad.report.page import Page
+from noisygrad.report.provenance import add_environment, add_settings
+from noisygrad.report.study import Study
+from noisygrad.report.tables import Column, Table
+
+_REFERENCE = "BBB"
+
+
+def sections(results: Path, page: Page) -> None:
+    """The curves and a table of how soon each method has what BBB ends with."""
+    study = Study(Results(results, "convergence").load())
+    page.section("Training curves")
+    if not study.cells:
+        page.text("There is no convergence.jsonl among the results. Make it with: noisygrad reproduce convergence")
+        return
+    page.text(
+        "The evidence lower bound on the training data, in nats, for the three methods of the paper's figure, each "
+        "with the step size that was best for it. BBB and NNG-FFG fit the same kind of posterior; NNG-MVG a richer one."
+    )
+    curves = {data: _curves(study, data) for data in study.data}
+    curves = {data: methods for data, methods in curves.items() if methods}
+    if not curves:
+        page.text("Every training failed.")
+        return
+    levels = {data: _final(methods[_REFERENCE]) for data, methods in curves.items() if _REFERENCE in methods}
+    page.figure(
+        training_curves(curves, levels),
+        caption="A dashed line is the ELBO that BBB ends with. The first steps lie below the picture.",
+        alt="ELBO against iteration. At the end: "
+        + "; ".join(
+            f"{data}: " + ", ".join(f"{method} {_final(found):.0f}" for method, found in methods.items())
+            for data, methods in curves.items()
+        )
+        + ".",
+    )
+    page.table(convergence_table(study))
+    if study.failed:
+        page.text(f"{len(study.failed)} of {len(study.cells)} trainings failed:")
+        page.items(f"{cell.method} on {cell.data}, {cell.replicate}: {cell.error}" for cell in study.failed)
+    add_settings(page, study)
+    add_environment(page, study)
+
+
+def convergence_table(study: Study) -> Table:
+    """Where each method ends, and when it first has the ELBO that BBB ends with."""
+    rows: list[dict[str, str | float | None]] = []
+    for data in study.data:
+        methods = _curves(study, data)
+        level = _final(methods[_REFERENCE]) if _REFERENCE in methods else None
+        for method, curves in methods.items():
+            reached = None if level is None else _reaches(curves, level)
+            own = None if level is None else _reaches(methods[_REFERENCE], level)
+            rows.append(
+                {
+                    "data": data,
+                    "method": method,
+                    "lr": _step_size(study, method, data),
+                    "final": _final(curves),
+                    "reached": "never" if level is not None and reached is None else reached,
+                    "speed": own / reached if own and reached else None,
+                }
+            )
+    columns = (
+        Column(key="data", header="data"),
+        Column(key="method", header="method"),
+        Column(key="lr", header="step size"),
+        Column(key="final", header="final ELBO", unit="nats", digits=1),
+        Column(key="reached", header=f"has {_REFERENCE}'s final ELBO at iteration", digits=0),
+        Column(key="speed", header=f"times faster than {_REFERENCE}", digits=1),
+    )
+    return Table(
+        columns=columns,
+        rows=rows,
+        caption="Convergence; final is the mean of the last twentieth of the evaluations",
+    )
+
+
+def _curves(study: Study, data: str) -> dict[str, list[Curve]]:
+    """The trainings on one data set by method; those that failed are left out."""
+    found: dict[str, list[Curve]] = {}
+    for method in study.methods:
+        for cell in study.of(method, data):
+            if cell.error is None:
+                found.setdefault(method, []).append(Curve(_list(cell, "iterations"), _list(cell, "elbo")))
+    return found
+
+
+def _list(cell: Cell, name: str) -> list[float]:
+    values = cell.metrics.get(name)
+    if not isinstance(values, list):
+        raise ValueError(f"{cell.label}: a list {name!r} was expected among the metrics; got {values!r}")
+    return values
+
+
+def _final(curves: list[Curve]) -> float:
+    return statistics.fmean(curve.final for curve in curves)
+
+
+def _reaches(curves: list[Curve], level: float) -> float | None:
+    """Median over the trainings; None if any of them never gets there."""
+    reached = [curve.reaches(level) for curve in curves]
+    known = [value for value in reached if value is not None]
+    return statistics.median(known) if len(known) == len(reached) else None
+
+
+def _step_size(study: Study, method: str, data: str) -> str:
+    sizes = dict.fromkeys(cell.metrics.get("lr") for cell in study.of(method, data) if cell.error is None)
+    return ", ".join("–" if size is None else f"{size:g}" for size in sizes)

@@ -1,0 +1,165 @@
+"""Figures of the report: how far ours are from the paper's, and how training went."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from noisygrad.palette import (
+    BLUE,
+    GREEN,
+    INK,
+    MUTED,
+    ORANGE,
+    PURPLE,
+    SKY,
+    SURFACE,
+    VERMILION,
+    colour_of,
+    styled,
+)
+
+_COLOURS = {"BBB": VERMILION, "PBP": SKY, "NNG-FFG": ORANGE, "NNG-MVG": BLUE, "PBP_MV": PURPLE, "VMG": GREEN}
+_SHAPES = {"BBB": "s", "PBP": "^", "NNG-FFG": "D", "NNG-MVG": "o", "PBP_MV": "v", "VMG": "P"}
+_FURTHEST = 6.0  # standard errors: what is beyond is drawn at the edge, with its value
+
+
+def method_colour(method: str, position: int = 0) -> str:
+    """The colour of one of the paper's methods wherever it is drawn; others go by their position."""
+    return _COLOURS.get(method) or colour_of(method, position)
+
+
+@styled
+def difference_plot(panels: Mapping[str, Mapping[str, Mapping[str, float]]], rows: Mapping[str, str]) -> Figure:
+    """Signed differences from the paper in standard errors, a dot for each method on each data set.
+
+    Args:
+        panels: By title of the panel, by method, by data set.
+        rows: The data sets from top to bottom, with their labels.
+    """
+    methods = list(dict.fromkeys(method for by_method in panels.values() for method in by_method))
+    if not methods or not rows:
+        raise ValueError("nothing to draw: no method or no data set was given")
+    place = {data: len(rows) - 1 - index for index, data in enumerate(rows)}
+    figure = Figure(figsize=(4.4 * len(panels), 1.6 + 0.46 * len(rows)), layout="constrained")
+    grid = figure.subplots(1, len(panels), squeeze=False, sharex=True, sharey=True)[0]
+    for axes, (title, by_method) in zip(grid, panels.items(), strict=True):
+        axes.axvspan(-1, 1, color=MUTED, alpha=0.16, lw=0)
+        axes.axvline(0, color=MUTED, lw=1.0)
+        for bound in (-2, 2):
+            axes.axvline(bound, color=MUTED, lw=0.9, ls=(0, (3, 3)))
+        for index, method in enumerate(methods):
+            shift = 0.56 * (0.5 - (index + 0.5) / len(methods))
+            _dots(axes, by_method.get(method, {}), place, shift, method, method_colour(method, index))
+        axes.set_title(title)
+        axes.set(xlim=(-_FURTHEST - 0.6, _FURTHEST + 0.6), ylim=(-0.6, len(rows) - 0.4))
+        axes.set_yticks(list(place.values()), list(rows.values()))
+        axes.set_xlabel("← worse     standard errors     better →")
+        axes.tick_params(length=0)
+        axes.grid(visible=False, axis="x")
+        for line in range(1, len(rows)):
+            axes.axhline(line - 0.5, color=MUTED, lw=0.4, alpha=0.35)
+        axes.grid(visible=False, axis="y")
+    handles, labels = grid[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=6)
+    return figure
+
+
+def _dots(
+    axes: Axes, differences: Mapping[str, float], place: Mapping[str, int], shift: float, method: str, colour: str
+) -> None:
+    shown = {data: value for data, value in differences.items() if data in place}
+    heights = [place[data] + shift for data in shown]
+    values = np.asarray(list(shown.values()), dtype=np.float64)
+    near = np.clip(values, -_FURTHEST, _FURTHEST)
+    axes.scatter(
+        near, heights, s=36, marker=_SHAPES.get(method, "o"), color=colour, edgecolor=SURFACE, lw=0.6, zorder=3,
+        label=method,
+    )  # fmt: skip
+    for value, height in zip(values, heights, strict=True):
+        if abs(value) > _FURTHEST:
+            inward = -1 if value > 0 else 1
+            axes.annotate(
+                f"{value:+.0f}".replace("-", "\N{MINUS SIGN}"),
+                (np.sign(value) * _FURTHEST, height),
+                xytext=(inward * 6, 0),
+                textcoords="offset points",
+                ha="left" if inward > 0 else "right",
+                va="center",
+                fontsize=7,
+                color=INK,
+            )
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One training: a value at each of some iterations."""
+
+    iterations: Sequence[float]
+    values: Sequence[float]
+
+    def __post_init__(self) -> None:
+        if len(self.iterations) != len(self.values) or not len(self.values):
+            raise ValueError(
+                f"a curve has {len(self.iterations)} iterations and {len(self.values)} values; expected as many of each"
+            )
+
+    @property
+    def final(self) -> float:
+        """Mean of the last twentieth, so that one noisy evaluation does not decide."""
+        return float(np.mean(self.values[-max(1, len(self.values) // 20) :]))
+
+    def reaches(self, level: float) -> float | None:
+        """The first iteration at which the value is at least `level`; None if it never is."""
+        return next((float(at) for at, value in zip(self.iterations, self.values, strict=True) if value >= level), None)
+
+
+@styled
+def training_curves(panels: Mapping[str, Mapping[str, Sequence[Curve]]], levels: Mapping[str, float]) -> Figure:
+    """The ELBO against the iteration: a panel for each data set, a colour for each method, a line for each training.
+
+    Args:
+        panels: By title, by method, the trainings.
+        levels: By title, a height to mark across the panel.
+    """
+    if not panels:
+        raise ValueError("nothing to draw: an empty mapping was given")
+    figure = Figure(figsize=(4.7 * min(len(panels), 2), 3.8 * ((len(panels) + 1) // 2)), layout="constrained")
+    grid = figure.subplots((len(panels) + 1) // 2, min(len(panels), 2), squeeze=False).flatten()
+    for spare in grid[len(panels) :]:
+        spare.set_visible(False)
+    for axes, (title, methods) in zip(grid, panels.items(), strict=False):
+        for index, (method, curves) in enumerate(methods.items()):
+            colour = method_colour(method, index)
+            for number, curve in enumerate(curves):
+                axes.plot(
+                    curve.iterations,
+                    curve.values,
+                    color=colour,
+                    lw=1.8 if len(curves) == 1 else 0.9,
+                    alpha=1.0 if len(curves) == 1 else 0.6,
+                    label=method if number == 0 else None,
+                )
+        if title in levels:
+            axes.axhline(levels[title], color=MUTED, lw=1.2, ls=(0, (4, 3)), label="BBB at the end")
+        axes.set_ylim(*_window([curve for curves in methods.values() for curve in curves]))
+        axes.set_title(title)
+        axes.set(xlabel="iteration", ylabel="ELBO (nats)")
+        axes.margins(x=0)
+        axes.tick_params(length=0)
+        axes.legend(loc="lower right")
+    return figure
+
+
+def _window(curves: Sequence[Curve]) -> tuple[float, float]:
+    """Limits that show the climb and the end; the first steps, far below, would flatten all else."""
+    values: NDArray[Any] = np.concatenate([np.asarray(curve.values, dtype=np.float64) for curve in curves])
+    low, high = float(np.quantile(values, 0.06)), float(values.max())
+    margin = 0.06 * (high - low) or 1.0
+    return low - margin, high + margin
