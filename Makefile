@@ -30,8 +30,8 @@ lint: $(TOOLS)  ## ruff and mypy alone
 docs: $(TOOLS)  ## the documentation, into site/
 	$(BIN)/python -m mkdocs build --strict
 
-bench: $(BENCH)  ## time the optimisers against their peers
-	$(BIN)/python benchmarks/run.py
+bench: $(BENCH)  ## time the optimisers against their peers (ARGS="--output FILE" keeps the figures)
+	$(BIN)/python benchmarks/run.py $(ARGS)
 
 clean:  ## remove what was built and cached; the virtual environment stays
 	rm -rf site build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis noisygrad-demo.html

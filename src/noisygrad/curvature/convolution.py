@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from noisygrad.curvature.passes import CHUNK, FEW_POSITIONS, MatrixPass, sum_of_squared_products
+from noisygrad.curvature.passes import CACHE, FEW_POSITIONS, MatrixPass, sum_of_squared_products
 from noisygrad.families.moments import gram
 
 
@@ -158,35 +158,39 @@ class ConvolutionPass(MatrixPass):
         batch, positions, _ = self.gradients.shape
         if positions == 1:
             return super().squares()
-        weight = self._squares_by_taps() if positions <= FEW_POSITIONS else self._squares_by_rows()
-        return self._flat(weight, self.gradients.sum(dim=-2).square().sum(dim=-2)) / batch
+        # Squares of small gradients would be denormal numbers: most CPUs are slow at those, and digits are lost.
+        largest = self.gradients.abs().amax()
+        scale = torch.where(largest > 0, largest, 1.0)
+        gradients = self.gradients / scale
+        weight = self._squares_by_taps(gradients) if positions <= FEW_POSITIONS else self._squares_by_rows(gradients)
+        return self._flat(weight, gradients.sum(dim=-2).square().sum(dim=-2)) * (scale.square() / batch)
 
-    def _squares_by_taps(self) -> Tensor:
+    def _squares_by_taps(self, gradients: Tensor) -> Tensor:
         """Each tap is a 1×1 convolution of what it sees: for few positions, of which the edges cut off most."""
         images, vertical, horizontal = self._geometry
-        gradients = self.gradients.mT.unflatten(-1, (vertical.outputs, horizontal.outputs))
+        placed = gradients.mT.unflatten(-1, (vertical.outputs, horizontal.outputs))
         found = []
         for tap_y, tap_x in product(range(vertical.kernel), range(horizontal.kernel)):
             seen = images[..., _under(vertical, tap_y), _under(horizontal, tap_x)].flatten(2).mT
-            at = gradients[..., slice(*vertical.window(tap_y)), slice(*horizontal.window(tap_x))].flatten(2).mT
+            at = placed[..., slice(*vertical.window(tap_y)), slice(*horizontal.window(tap_x))].flatten(2).mT
             found.append(sum_of_squared_products(at, seen))
         return torch.stack(found, dim=-1).flatten(1)
 
-    def _squares_by_rows(self) -> Tensor:
+    def _squares_by_rows(self, gradients: Tensor) -> Tensor:
         """Patches along the width, of some examples at a time; along the height a tap is a slice of them."""
         images, vertical, horizontal = self._geometry
         channels, width = images.shape[1], horizontal.outputs
         zeros = self._module.padding_mode == "zeros"
         padding = self._module._reversed_padding_repeated_twice if zeros else (0, 0)
-        total = images.new_zeros(vertical.kernel, self.gradients.shape[-1], channels * horizontal.kernel)
-        size = max(1, CHUNK["cpu"] // (images[0].numel() * horizontal.kernel))
-        for some, gradients in zip(images.split(size), self.gradients.split(size), strict=True):
+        total = images.new_zeros(vertical.kernel, gradients.shape[-1], channels * horizontal.kernel)
+        size = max(1, CACHE // (images[0].numel() * horizontal.kernel))
+        for some, theirs in zip(images.split(size), gradients.split(size), strict=True):
             strips = F.pad(some, padding).unfold(-1, width, horizontal.dilation).transpose(2, 3)
             strips = strips.reshape(len(some), channels * horizontal.kernel, -1)  # [B, channels · taps, pixels]
             for tap, part in enumerate(total):
                 start = tap * vertical.dilation * width
-                seen = strips[..., start : start + gradients.shape[1]].mT
-                part.add_(sum_of_squared_products(gradients, seen))
+                seen = strips[..., start : start + theirs.shape[1]].mT
+                part.add_(sum_of_squared_products(theirs, seen))
         by_channel: Tensor = total.unflatten(-1, (channels, -1))  # [tap, outputs, channels, tap]
         return by_channel.permute(1, 2, 0, 3).flatten(1)
 

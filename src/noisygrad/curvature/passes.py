@@ -21,8 +21,11 @@ from noisygrad.families.kronecker import second_moment
 CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}
 """Per-example gradients are formed for at most this many numbers at a time: what fits a cache, or keeps a GPU busy."""
 
-CACHE = 1 << 18
-"""The same on a CPU where panels of the matrices are summed one by one: what stays close to one core."""
+CACHE = 1 << 20
+"""The same on a CPU where the matrices are made in one place: what its cache holds."""
+
+MANY = 16
+"""From so many small matrices on, they are summed by one operation."""
 
 FEW_POSITIONS = 4
 """Up to so many positions, products over pairs of them are cheaper than per-example matrices."""
@@ -59,18 +62,21 @@ def _by_pairs(outputs: Tensor, inputs: Tensor) -> Tensor:
 
 
 def _in_cache(outputs: Tensor, inputs: Tensor) -> Tensor:
-    """On a CPU memory is the limit: the per-example matrices are made and squared in panels that stay in its cache."""
+    """On a CPU memory is the limit: a few per-example matrices at a time, always made in the same place, are squared.
+
+    Fresh memory for each of them would cost more than the products.
+    """
     total = outputs.new_zeros(outputs.shape[-1], inputs.shape[-1])
     rows = max(1, CACHE // max(1, inputs.shape[-1]))
     for panel, g in zip(total.split(rows), outputs.split(rows, dim=-1), strict=True):
-        size = CACHE // max(1, panel.numel())
-        if size >= 4:
-            for some, a in zip(g.split(size), inputs.split(size), strict=True):
-                panel.add_(_sum_of_squares(some.mT @ a, 0))
-        else:
-            product = torch.empty_like(panel)
-            for one, a in zip(g.unbind(), inputs.unbind(), strict=True):
-                torch.mm(one.mT, a, out=product)
+        size = min(len(g), max(1, CACHE // max(1, panel.numel())))
+        place = panel.new_empty(size, *panel.shape)
+        for some, a in zip(g.split(size), inputs.split(size), strict=True):
+            products = torch.bmm(some.mT, a, out=place[: len(some)])
+            if size >= MANY:
+                panel.add_(_sum_of_squares(products, 0))
+                continue
+            for product in products:
                 panel.addcmul_(product, product)
     return total
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
     from noisygrad.experiments.cells import Job
     from noisygrad.experiments.runner import Work
 
-app = typer.Typer(
-    help="Regenerate a table or a figure of the paper.", no_args_is_help=True, rich_markup_mode="rich"
-)
+app = typer.Typer(help="Regenerate a table or a figure of the paper.", no_args_is_help=True, rich_markup_mode="rich")
 
 Names = Annotated[str | None, typer.Option(metavar="NAME,NAME…", help="Only these; all by default.")]
 ResultsFolder = Annotated[Path, typer.Option(metavar="FOLDER", help="Where finished cells are kept.")]
@@ -73,6 +72,108 @@ def regression(
         work = partial(experiment.run_job, data_dir=where, csv=table, device=device)
         _run(experiment.EXPERIMENT, jobs, work, results, backend, workers, scheduler)
         _show_regression(results, names, _chosen(methods, METHODS))
+
+
+@app.command()
+def convergence(
+    data: Names = None,
+    methods: Names = None,
+    results: ResultsFolder = Path("results"),
+    data_dir: DataFolder = None,
+    device: Device = "cpu",
+    backend: Backend = "local",
+    workers: Workers = 1,
+    scheduler: Scheduler = None,
+    epochs: Epochs = None,
+    seed: Seed = 0,
+) -> None:
+    """The supplement's training curves: ELBO against iterations, with the step size tuned for each method first.
+
+    Cells that are in the results folder are not computed again: stop it at any moment, and start it again.
+    """
+    from noisygrad.experiments import convergence as experiment
+    from noisygrad.experiments.cells import Results
+
+    with _clear_errors():
+        _check_device(device)
+        sets, names = _chosen(data, experiment.DATA), _chosen(methods, experiment.CHANGES)
+        where = None if data_dir is None else str(data_dir)
+        run = partial(_run, results=results, backend=backend, workers=workers, scheduler=scheduler)
+        tuning = experiment.tuning_plan(sets, names, experiment.RATES, epochs=epochs, data_dir=where, seed=seed)
+        run(experiment.TUNING, tuning, partial(experiment.run_tuning, data_dir=where, device=device))
+        asked = {(job.data, job.method) for job in tuning}
+        tuned = [c for c in Results(results, experiment.TUNING).load() if (c.data, c.method) in asked]
+        jobs = experiment.plan(sets, names, experiment.tuned_rates(tuned), epochs=epochs, data_dir=where, seed=seed)
+        run(experiment.EXPERIMENT, jobs, partial(experiment.run_job, data_dir=where, device=device))
+        _show_convergence(results)
+
+
+def _show_convergence(results: Path) -> None:
+    from noisygrad.experiments.cells import Results
+    from noisygrad.report.convergence import convergence_table
+    from noisygrad.report.study import Study
+
+    console = Console(highlight=False)
+    console.print()
+    console.print(convergence_table(Study(Results(results, "convergence").load())).rich())
+
+
+@app.command("precision-matrices")
+def precision_matrices(
+    results: ResultsFolder = Path("results"),
+    data_dir: DataFolder = None,
+    device: Device = "cpu",
+    epochs: Epochs = None,
+    seed: Seed = 0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace matrices that are there, whatever made them.")
+    ] = False,
+) -> None:
+    """Figure 1: the normalised precision matrices of four posteriors of one network, trained on boston.
+
+    Matrices that are in the results folder are not computed again: stop it at any moment, and start it again.
+    """
+    from noisygrad.experiments import precision_matrices as experiment
+
+    with _clear_errors():
+        _check_device(device)
+        config = (
+            experiment.PrecisionConfig(seed=seed)
+            if epochs is None
+            else experiment.PrecisionConfig(seed=seed, epochs=epochs)
+        )
+        todo = experiment.missing(config, results, force=force)
+        arrays = results / f"{experiment.EXPERIMENT}.npz"
+        if not todo:
+            typer.echo(f"{arrays} has all four matrices, made with these settings: nothing to do")
+            return
+        with _bar(len(todo) * config.epochs) as advance:
+            experiment.run(
+                config,
+                results,
+                data_dir=data_dir,
+                device=device,
+                force=force,
+                report=lambda method, epoch: advance(
+                    todo.index(method) * config.epochs + epoch, f"{method} epoch {epoch}"
+                ),
+            )
+        typer.echo(f"The matrices are in {arrays}; noisygrad report draws them")
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[Callable[[int, str], None]]:
+    """A bar on the error stream, where that is a terminal; gives what moves it, by how much is done and a word."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:<24}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = progress.add_task("", total=total)
+    try:
+        with progress:
+            yield lambda done, text: progress.update(task, completed=done, description=text)
+    except KeyboardInterrupt:
+        typer.echo("Interrupted: finished matrices are kept; the same command goes on.", err=True)
+        raise typer.Exit(130) from None
 
 
 def _show_regression(results: Path, data: Sequence[str], methods: Sequence[str]) -> None:

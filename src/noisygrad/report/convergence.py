@@ -32,9 +32,11 @@ def sections(results: Path, page: Page) -> None:
         page.text("Every training failed.")
         return
     levels = {data: _final(methods[_REFERENCE]) for data, methods in curves.items() if _REFERENCE in methods}
+    drawn = {data: {name: list(found.values()) for name, found in methods.items()} for data, methods in curves.items()}
     page.figure(
-        training_curves(curves, levels),
-        caption="A dashed line is the ELBO that BBB ends with. The first steps lie below the picture.",
+        training_curves(drawn, levels),
+        caption="A line for each training; dashed is the ELBO that BBB ends with, in the mean. "
+        "The first steps lie below the picture.",
         alt="ELBO against iteration. At the end: "
         + "; ".join(
             f"{data}: " + ", ".join(f"{method} {_final(found):.0f}" for method, found in methods.items())
@@ -43,6 +45,9 @@ def sections(results: Path, page: Page) -> None:
         + ".",
     )
     page.table(convergence_table(study))
+    tuning = Study(Results(results, "convergence-tuning").load())
+    if tuning.cells:
+        page.table(tuning_table(tuning))
     if study.failed:
         page.text(f"{len(study.failed)} of {len(study.cells)} trainings failed:")
         page.items(f"{cell.method} on {cell.data}, {cell.replicate}: {cell.error}" for cell in study.failed)
@@ -51,21 +56,20 @@ def sections(results: Path, page: Page) -> None:
 
 
 def convergence_table(study: Study) -> Table:
-    """Where each method ends, and when it first has the ELBO that BBB ends with."""
+    """Where each method ends, and when it first has the ELBO that BBB ends with on the same replicate."""
     rows: list[dict[str, str | float | None]] = []
     for data in study.data:
         methods = _curves(study, data)
-        level = _final(methods[_REFERENCE]) if _REFERENCE in methods else None
+        reference = methods.get(_REFERENCE, {})
         for method, curves in methods.items():
-            reached = None if level is None else _reaches(curves, level)
-            own = None if level is None else _reaches(methods[_REFERENCE], level)
+            reached, own = _reaches(curves, reference), _reaches(reference, reference)
             rows.append(
                 {
                     "data": data,
                     "method": method,
                     "lr": _step_size(study, method, data),
                     "final": _final(curves),
-                    "reached": "never" if level is not None and reached is None else reached,
+                    "reached": "never" if reference and reached is None else reached,
                     "speed": own / reached if own and reached else None,
                 }
             )
@@ -80,17 +84,44 @@ def convergence_table(study: Study) -> Table:
     return Table(
         columns=columns,
         rows=rows,
-        caption="Convergence; final is the mean of the last twentieth of the evaluations",
+        caption="Convergence; final is the mean of the last twentieth of the evaluations, iterations are medians",
     )
 
 
-def _curves(study: Study, data: str) -> dict[str, list[Curve]]:
-    """The trainings on one data set by method; those that failed are left out."""
-    found: dict[str, list[Curve]] = {}
+def tuning_table(study: Study) -> Table:
+    """The ELBO that each step size ended with while tuning, on replicates that the curves do not show."""
+    ends: dict[tuple[str, str], dict[float, list[float | None]]] = {}
+    for cell in study.cells:
+        if cell.error is None:
+            by_rate = ends.setdefault((cell.data, cell.method.rpartition("/lr=")[0]), {})
+            value = cell.metrics.get("elbo")
+            by_rate.setdefault(cell.config["lr"], []).append(None if isinstance(value, list) else value)
+    rows: list[dict[str, str | float | None]] = [
+        {"data": data, "method": method, **{f"{rate:g}": _mean(values) for rate, values in by_rate.items()}}
+        for (data, method), by_rate in ends.items()
+    ]
+    rates = sorted({rate for by_rate in ends.values() for rate in by_rate})
+    columns = (
+        Column(key="data", header="data"),
+        Column(key="method", header="method"),
+        *(Column(key=f"{rate:g}", header=f"step size {rate:g}", digits=1) for rate in rates),
+    )
+    return Table(columns=columns, rows=rows, caption="Tuning: the final ELBO in nats on other splits, by step size")
+
+
+def _mean(values: list[float | None]) -> float | str:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if len(known) == len(values) else "diverged"
+
+
+def _curves(study: Study, data: str) -> dict[str, dict[int, Curve]]:
+    """The trainings on one data set by method and replicate; those that failed are left out."""
+    found: dict[str, dict[int, Curve]] = {}
     for method in study.methods:
         for cell in study.of(method, data):
             if cell.error is None:
-                found.setdefault(method, []).append(Curve(_list(cell, "iterations"), _list(cell, "elbo")))
+                curve = Curve(_list(cell, "iterations"), _list(cell, "elbo"))
+                found.setdefault(method, {})[cell.replicate] = curve
     return found
 
 
@@ -101,15 +132,15 @@ def _list(cell: Cell, name: str) -> list[float]:
     return values
 
 
-def _final(curves: list[Curve]) -> float:
-    return statistics.fmean(curve.final for curve in curves)
+def _final(curves: dict[int, Curve]) -> float:
+    return statistics.fmean(curve.final for curve in curves.values())
 
 
-def _reaches(curves: list[Curve], level: float) -> float | None:
-    """Median over the trainings; None if any of them never gets there."""
-    reached = [curve.reaches(level) for curve in curves]
+def _reaches(curves: dict[int, Curve], reference: dict[int, Curve]) -> float | None:
+    """Median over the trainings, each compared with the reference on its replicate; None if any never gets there."""
+    reached = [curve.reaches(reference[number].final) for number, curve in curves.items() if number in reference]
     known = [value for value in reached if value is not None]
-    return statistics.median(known) if len(known) == len(reached) else None
+    return statistics.median(known) if known and len(known) == len(reached) else None
 
 
 def _step_size(study: Study, method: str, data: str) -> str:
