@@ -13,9 +13,7 @@ HEAD = """# Step times
 
 Made by `benchmarks/page.py` from the files that `benchmarks/run.py` left in `results/`. Every method trains the same
 network on the same batch; rounds of all methods are interleaved in one run and the median is taken, so look at the
-ratios. Statistics are taken every 10 steps and factors made every 200, and both are part of the mean step. How many
-examples of a batch the statistics are taken from (`stats_batch`) decides much of the cost of convolutions on a CPU:
-both are shown.
+ratios. Statistics are taken every 10 steps and factors made every 200, and both are part of the mean step.
 """
 NAMES = {"mlp": "MLP 13-50-1, batch 10", "vgg16": "the paper's VGG16, batch 128"}
 

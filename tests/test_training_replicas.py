@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import noisygrad as ng
 from noisygrad.baselines.bbb import BBB, BBBSettings
 from noisygrad.likelihoods import Gaussian
-from noisygrad.posterior.structure import parameter_order
 from noisygrad.training.noisy import NoisyLearner, NoisySettings
 from noisygrad.training.perceptrons import Perceptrons
 from noisygrad.training.replicas import Streams, compiler_available, train_replicas
@@ -116,7 +114,9 @@ def test_a_learner_follows_the_optimiser(family: str, settings: dict, noise_prio
         learner.move_()
         optimizer.step(lambda x=x, y=y: (model(x), y))
         for linear, matrix in zip(linears, NETWORK.matrices(learner.mean[0]), strict=True):
-            torch.testing.assert_close(torch.cat([linear.weight, linear.bias[:, None]], 1), matrix, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(
+                torch.cat([linear.weight, linear.bias[:, None]], 1), matrix, rtol=1e-9, atol=1e-9
+            )
         if noise_prior is None:
             torch.testing.assert_close(learner.likelihood.noise_point[0], optimizer.likelihood.noise_point)
         else:
@@ -177,7 +177,9 @@ def test_bbb_follows_the_gradient_of_the_elbo():
     learner.step_(x, y, {"weights": noise})
     # The first step of Adam has the first moment (1 − β₁) g.
     torch.testing.assert_close(learner._adam.first, 0.1 * truth, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(make_learner("bbb", Streams.of([0, 1])).kl(), kl.detach(), rtol=1e-10, atol=1e-10, check_stride=False)
+    torch.testing.assert_close(
+        make_learner("bbb", Streams.of([0, 1])).kl(), kl.detach(), rtol=1e-10, atol=1e-10, check_stride=False
+    )
 
 
 def test_adam_is_torchs():

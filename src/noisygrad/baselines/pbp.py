@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
@@ -180,7 +180,7 @@ class PBP(Learner):
 
     # Where Inductor (torch 2.13) fuses loops it may stop with a KeyError: it takes a later write to a tensor that they
     # read for another reader. Nothing is lost: what is elementwise is one loop without this.
-    compile_options: ClassVar[dict[str, int]] = {"max_fusion_size": 1}
+    compile_options: ClassVar[dict[str, str | int | bool | Callable[..., object]] | None] = {"max_fusion_size": 1}
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ Protocol and constants are the paper's and its released code's (`docs/reproduce.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -118,9 +119,7 @@ def run_job(
     ]
 
 
-def fit(
-    job: Job, data: Standardised, device: str, execution: Execution, report: Report
-) -> tuple[Learner, Streams]:
+def fit(job: Job, data: Standardised, device: str, execution: Execution, report: Report) -> tuple[Learner, Streams]:
     """The trained learner of a job."""
     config, epochs = job.config, job.config["epochs"]
     streams = Streams.of([config["seed"] * 1000 + replicate for replicate in job.replicates], device)
@@ -146,8 +145,10 @@ def fit(
     return learner, streams
 
 
-def annealing(epoch: int, *, epochs: int, factor: float) -> float:
-    """1 in the first half of the epochs, `factor` in the second."""
+def annealing(epoch: int, *, epochs: int, factor: float | str) -> float:
+    """1 in the first half of the epochs and `factor` in the second; "cosine" falls from 1 to 0 along half a cosine."""
+    if isinstance(factor, str):
+        return 0.5 * (1.0 + math.cos(math.pi * (epoch - 1) / epochs))
     return 1.0 if epoch <= epochs // 2 else factor
 
 
@@ -156,13 +157,14 @@ def measure(learner: Learner, data: Standardised, streams: Streams, samples: int
     x, y, std = (_tensor(array, learner) for array in (data.x_test, data.y_test, data.y_std))
     prediction = learner.predict(x, samples, streams.test)
     errors = (prediction.mean - y).squeeze(-1)
-    return {
+    found = {
         "rmse": errors.square().mean(-1).sqrt() * std,
         "log_likelihood": prediction.log_prob(y).mean(-1) - std.log(),
-        "noise_std": prediction.aleatoric.mean((-2, -1)).sqrt() * std,
-        "epistemic_std": prediction.epistemic.mean((-2, -1)).sqrt() * std,
-        **learner.diagnostics(),
     }
+    if len(prediction.location) > 1:  # one component does not tell the two apart
+        found["noise_std"] = prediction.aleatoric.mean((-2, -1)).sqrt() * std
+        found["epistemic_std"] = prediction.epistemic.mean((-2, -1)).sqrt() * std
+    return {**found, **learner.diagnostics()}
 
 
 def _tensor(array: np.ndarray[Any, Any], learner: Learner) -> Tensor:

@@ -126,4 +126,5 @@ def _apply(matrix: Tensor, vector: Tensor) -> Tensor:
     if extra <= 0:
         return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
     columns = vector.flatten(0, extra - 1).movedim(0, -1)
-    return (matrix @ columns).movedim(-1, 0).unflatten(0, vector.shape[:extra])
+    product: Tensor = (matrix @ columns).movedim(-1, 0).unflatten(0, vector.shape[:extra])
+    return product

@@ -112,7 +112,7 @@ def inverse_root(matrix: Tensor, floor: Tensor | float) -> tuple[Tensor, Tensor]
 def lower_inverse(lower: Tensor) -> Tensor:
     """L⁻¹ of lower triangular matrices `[..., d, d]`, by halves: [A 0; C B]⁻¹ = [A⁻¹ 0; −B⁻¹ C A⁻¹ B⁻¹].
 
-    Nearly all the work is then products of matrices without known zeros: a third of what solving for the identity costs.
+    Nearly all the work is then products of matrices without known zeros: a third of what solving for the identity is.
     """
     size = lower.shape[-1]
     if size <= SMALL_TRIANGLE.get(lower.device.type, 64):

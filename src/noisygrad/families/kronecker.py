@@ -347,7 +347,8 @@ def between(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:
     count, rows = stacked.shape[-3:-1]
     times_right = (stacked.flatten(-3, -2) @ right).unflatten(-2, (count, rows))
     product = left @ times_right.movedim(-3, -2).flatten(-2)
-    return product.unflatten(-1, (count, -1)).movedim(-2, 0).unflatten(0, matrix.shape[:extra])
+    apart: Tensor = product.unflatten(-1, (count, -1)).movedim(-2, 0).unflatten(0, matrix.shape[:extra])
+    return apart
 
 
 def in_eigenbasis(noise: Tensor, left: Tensor, right: Tensor) -> Tensor:

@@ -291,7 +291,8 @@ class Precision(base.Precision):
     def _bottom_up(self, parts: list[Tensor]) -> Tensor:
         """Ξᵀ y: U_i = Y_i − ΨG_{i−1}ᵀ Y_{i−1} ΨA_{i−1}."""
         below = [
-            between(psi_s.mT, y, psi_a) for y, psi_s, psi_a in zip(parts, self.psi_outputs, self.psi_inputs, strict=False)
+            between(psi_s.mT, y, psi_a)
+            for y, psi_s, psi_a in zip(parts, self.psi_outputs, self.psi_inputs, strict=False)
         ]
         return _join(parts[:1] + [part - lower for part, lower in zip(parts[1:], below, strict=True)])
 

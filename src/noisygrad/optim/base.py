@@ -56,7 +56,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         stats_every: T_stats, steps between statistics; None for the family's own default.
         factor_every: T_inv, steps between factorisations; None for the family's own default.
         stats_batch: statistics from at most so many examples of a batch (its first); None for all. For convolutions,
-            whose statistics cost more than their gradients, a quarter of the batch is plenty.
+            where each example brings many positions, a quarter of the batch is plenty.
         kl_clip: c of the trust region, or a function from the step to it; None for none.
         mc_samples: weight samples of `step(closure)`.
         noise: False gives the point-estimate method (K-FAC, natural Adam) with γ_in as weight decay.

@@ -25,7 +25,15 @@ from noisygrad.palette import (
     styled,
 )
 
-_COLOURS = {"BBB": VERMILION, "PBP": SKY, "NNG-FFG": ORANGE, "NNG-MVG": BLUE, "PBP_MV": PURPLE, "VMG": GREEN}
+_COLOURS = {
+    "BBB": VERMILION,
+    "PBP": SKY,
+    "NNG-FFG": ORANGE,
+    "NNG-MVG": BLUE,
+    "NNG-MVG/exact-damping": GREEN,
+    "PBP_MV": PURPLE,
+    "VMG": GREEN,
+}
 _SHAPES = {"BBB": "s", "PBP": "^", "NNG-FFG": "D", "NNG-MVG": "o", "PBP_MV": "v", "VMG": "P"}
 _FURTHEST = 6.0  # standard errors: what is beyond is drawn at the edge, with its value
 

@@ -39,7 +39,9 @@ def sections(results: Path, page: Page) -> None:
     size = len(next(iter(matrices.values())))
     page.text(
         "The posterior's precision over all weights of one network, scaled to a unit diagonal, as each family can "
-        "express it: single weights, weights of a layer, of neighbouring layers, of all."
+        "express it: single weights, weights of a layer, of neighbouring layers, of all. Of the block-tridiagonal "
+        "posterior it is the covariance that has nothing between layers further apart; its precision has what the "
+        "layers between them carry."
     )
     page.figure(
         plots.precision_matrices(matrices, layers=layer_sizes(found.get(_BOUNDARIES), size), columns=2),

@@ -7,7 +7,8 @@ outside, as tensors. So its step can be compiled, or recorded once as a CUDA gra
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +24,9 @@ class Learner(ABC):
         device: Where the state is.
         dtype: Of the weights.
         anneal: A tensor `[1]` that the engine sets before each epoch; the learner multiplies its rates by it.
-        refresh_every: `refresh_` is due in each step whose number this divides, and in steps 1, 2, 4, … below; 0 means never.
+        refresh_every: `refresh_` is due in each step whose number this divides, and in steps 1, 2, 4, … below it; 0
+            means never.
+        compile_options: What `torch.compile` needs to be told for this learner's step.
         refresh_traceable: Whether `refresh_` can be compiled and captured (a Cholesky can, an `eigh` can not).
     """
 
@@ -33,6 +36,7 @@ class Learner(ABC):
     anneal: Tensor
     refresh_every: int = 0
     refresh_traceable: bool = True
+    compile_options: ClassVar[dict[str, str | int | bool | Callable[..., object]] | None] = None
 
     @abstractmethod
     def noise_shapes(self, batch_size: int) -> dict[str, tuple[int, ...]]:

@@ -122,8 +122,9 @@ class NoisyLearner(VariationalLearner):
         if self.settings.family == "tridiagonal":
             outputs, inputs = zip(*shapes, strict=True)
             return tridiagonal.Statistics.identity(batch, outputs, inputs, **options)
-        family = diagonal if self.settings.family == "diagonal" else dense
-        return family.Statistics.identity(batch, self.network.num_weights, **options)
+        if self.settings.family == "diagonal":
+            return diagonal.Statistics.identity(batch, self.network.num_weights, **options)
+        return dense.Statistics.identity(batch, self.network.num_weights, **options)
 
     def _prior(self, layers: tuple[int, ...]) -> Prior:
         def constant(size: int) -> Tensor:
@@ -135,8 +136,9 @@ class NoisyLearner(VariationalLearner):
             return kronecker.Prior.from_columns(constant(inputs), outputs)
         if self.settings.family == "tridiagonal":
             return tridiagonal.Prior.from_columns([constant(shape[1]) for shape in shapes], [s[0] for s in shapes])
-        family = diagonal if self.settings.family == "diagonal" else dense
-        return family.Prior.from_precision(constant(self.network.num_weights))
+        if self.settings.family == "diagonal":
+            return diagonal.Prior.from_precision(constant(self.network.num_weights))
+        return dense.Prior.from_precision(constant(self.network.num_weights))
 
     def noise_shapes(self, batch_size: int) -> dict[str, tuple[int, ...]]:
         """Noise of the weights, and of the targets that the Fisher's gradients are taken for."""
@@ -261,7 +263,9 @@ class NoisyLearner(VariationalLearner):
 
     def precisions(self) -> list[Precision]:
         """P of every block with all its terms, as dense matrices need them; Γ included, without γ_ex."""
-        return [s.factorise(p, 0.0, self.settings.damping_mode) for s, p in zip(self.statistics, self._priors, strict=True)]
+        return [
+            s.factorise(p, 0.0, self.settings.damping_mode) for s, p in zip(self.statistics, self._priors, strict=True)
+        ]
 
     def tensors(self) -> dict[str, Tensor]:
         """Mean, noise, momentum and moments."""

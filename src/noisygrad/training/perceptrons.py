@@ -56,7 +56,7 @@ class Perceptrons:
         """The inputs of every layer and the outputs, for weights `[R, S, n]` and x `[R, B, inputs]`.
 
         Returns:
-            One tensor `[R, S, B, inputs of the layer]` for each layer, without the constant 1, and `[R, S, B, outputs]`.
+            One tensor `[R, S, B, inputs of the layer]` for each layer, without the constant 1; `[R, S, B, outputs]`.
         """
         samples = weights.shape[1]
         hidden = x.unsqueeze(1).expand(-1, samples, -1, -1)

@@ -85,23 +85,25 @@ def train_replicas(
         raise ValueError(f"epochs and batch_size must be at least 1; got {epochs} and {batch_size}")
     if x.dim() != 3 or y.dim() != 3 or x.shape[:2] != y.shape[:2] or x.shape[0] != learner.replicas:
         raise ValueError(
-            f"x and y must be [{learner.replicas}, N, …], one set of examples for each replica; got {list(x.shape)} and "
-            f"{list(y.shape)}"
+            f"x and y must be [{learner.replicas}, N, …], one set of examples for each replica; "
+            f"got {list(x.shape)} and {list(y.shape)}"
         )
     if len(streams.seeds) != learner.replicas:
         raise ValueError(f"there are {learner.replicas} replicas, but the streams of {len(streams.seeds)}")
     engine = _Engine(learner, x, y, min(batch_size, x.shape[1]), streams)
     how = _execution(execution, learner.device, epochs * engine.steps_per_epoch)
     run = _Stepper(engine, how)
-    for epoch in range(1, epochs + 1):
-        learner.anneal.fill_(1.0 if anneal is None else anneal(epoch))
-        engine.begin_epoch(epoch)
-        for _ in range(engine.steps_per_epoch):
-            engine.begin_step()
-            run.step(engine.refresh_due())
-        learner.end_epoch_()
-        if on_epoch is not None:
-            on_epoch(epoch)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # of the compiler, about itself
+        for epoch in range(1, epochs + 1):
+            learner.anneal.fill_(1.0 if anneal is None else anneal(epoch))
+            engine.begin_epoch(epoch)
+            for _ in range(engine.steps_per_epoch):
+                engine.begin_step()
+                run.step(engine.refresh_due())
+            learner.end_epoch_()
+            if on_epoch is not None:
+                on_epoch(epoch)
 
 
 class _Engine:
@@ -179,7 +181,7 @@ class _Stepper:
 
         def prepared(work: Callable[[], None]) -> Callable[[], None]:
             if how == "compiled":
-                work = torch.compile(work, fullgraph=True, dynamic=False)
+                work = torch.compile(work, fullgraph=True, dynamic=False, options=engine.learner.compile_options)
             return _Graph(work) if graphs else work
 
         learner = engine.learner

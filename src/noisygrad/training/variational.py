@@ -82,9 +82,7 @@ class VariationalLearner(Learner):
 
     def draws(self, num_samples: int, generators: Sequence[torch.Generator]) -> Tensor:
         """Weights `[R, num_samples, n]`, each replica from its own generator."""
-        noise = torch.empty(
-            self.replicas, num_samples, self.network.num_weights, dtype=self.dtype, device=self.device
-        )
+        noise = torch.empty(self.replicas, num_samples, self.network.num_weights, dtype=self.dtype, device=self.device)
         for row, generator in zip(noise, generators, strict=True):
             row.normal_(generator=generator)
         return self.weights(noise)
