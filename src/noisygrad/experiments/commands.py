@@ -63,9 +63,10 @@ def regression(
 
     with _clear_errors():
         _check_device(device)
+        _check_backend(backend, scheduler)
         table = _own_table(csv, target)
         names = [f"csv-{csv.stem}"] if csv is not None else _chosen(data, experiment.DATA)
-        where = None if data_dir is None else str(data_dir)
+        where = _data_folder(data_dir)
         jobs = experiment.plan(
             names, _chosen(methods, METHODS), epochs=epochs, splits=splits, data_dir=where, csv=table, seed=seed
         )
@@ -97,7 +98,7 @@ def convergence(
     with _clear_errors():
         _check_device(device)
         sets, names = _chosen(data, experiment.DATA), _chosen(methods, experiment.CHANGES)
-        where = None if data_dir is None else str(data_dir)
+        where = _data_folder(data_dir)
         run = partial(_run, results=results, backend=backend, workers=workers, scheduler=scheduler)
         tuning = experiment.tuning_plan(sets, names, experiment.RATES, epochs=epochs, data_dir=where, seed=seed)
         run(experiment.TUNING, tuning, partial(experiment.run_tuning, data_dir=where, device=device))
@@ -223,6 +224,13 @@ def _run(
         raise typer.Exit(130) from None
 
 
+def _data_folder(data_dir: Path | None) -> str:
+    """Where the data are, as other processes and machines find them."""
+    from noisygrad.data import data_directory
+
+    return os.fspath(data_directory(data_dir).resolve())
+
+
 def _own_table(csv: Path | None, target: str | None) -> tuple[str, str] | None:
     if (csv is None) != (target is None):
         raise typer.BadParameter("--csv FILE and --target COLUMN go together")
@@ -239,6 +247,11 @@ def _chosen(names: str | None, known: Iterable[str]) -> list[str]:
     if unknown or not asked:
         raise typer.BadParameter(f"there is no {', '.join(map(repr, unknown)) or 'name'}; known are {', '.join(every)}")
     return asked
+
+
+def _check_backend(backend: str, scheduler: str | None) -> None:
+    if (backend == "dask") != (scheduler is not None):
+        raise typer.BadParameter("--backend dask and --scheduler ADDRESS go together")
 
 
 def _check_device(device: str) -> None:

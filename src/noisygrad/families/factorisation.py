@@ -20,6 +20,9 @@ _unchecked = False
 SMALL_TRIANGLE = {"cpu": 128, "cuda": 64}
 """Up to this size a triangular matrix is inverted at once."""
 
+SMALL_TRIANGLES = 32
+"""The same for many matrices on a CPU, where they are solved one by one but multiplied together."""
+
 
 class FactorisationError(ArithmeticError):
     """A matrix could not be factorised.
@@ -115,7 +118,8 @@ def lower_inverse(lower: Tensor) -> Tensor:
     Nearly all the work is then products of matrices without known zeros: a third of what solving for the identity is.
     """
     size = lower.shape[-1]
-    if size <= SMALL_TRIANGLE.get(lower.device.type, 64):
+    many = not lower.is_cuda and lower.dim() > 2 and lower.shape[:-2].numel() > 4
+    if size <= (SMALL_TRIANGLES if many else SMALL_TRIANGLE.get(lower.device.type, 64)):
         eye = torch.eye(size, dtype=lower.dtype, device=lower.device)
         solved: Tensor = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
         return solved

@@ -13,6 +13,7 @@ from noisygrad.report.study import Study
 from noisygrad.report.tables import Column, Table
 
 _REFERENCE = "BBB"
+_EXACT = "NNG-MVG/exact-damping"
 
 
 def sections(results: Path, page: Page) -> None:
@@ -26,6 +27,11 @@ def sections(results: Path, page: Page) -> None:
         "The evidence lower bound on the training data, in nats, for the three methods of the paper's figure, each "
         "with the step size that was best for it. BBB and NNG-FFG fit the same kind of posterior; NNG-MVG a richer one."
     )
+    if _EXACT in study.methods:
+        page.text(
+            f"{_EXACT} damps the same posterior in its eigenbasis. The paper's factored damping makes a posterior "
+            "narrower than the prior in directions that the data leave open; where data are few, that costs ELBO."
+        )
     curves = {data: _curves(study, data) for data in study.data}
     curves = {data: methods for data, methods in curves.items() if methods}
     if not curves:
