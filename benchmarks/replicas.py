@@ -1,4 +1,4 @@
-"""Twenty splits trained together against one after the other: ratios measured in one run, on one thread.
+"""Twenty splits trained together against one after the other: ratios measured in one run.
 
     python benchmarks/replicas.py [--data yacht] [--rounds 5] [--output results/benchmark-replicas-cpu.json]
 
@@ -76,7 +76,6 @@ class _Epochs:
             self._go.acquire()
 
         def work() -> None:
-            torch.set_num_threads(1)
             self._go.acquire()
             training(pause)
 
@@ -110,8 +109,9 @@ def main() -> None:
     parser.add_argument("--data", default="yacht")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(arguments.threads)
     execution = "compiled" if compiler_available() else "eager"
     splits = standardised(load_table(arguments.data), splits_of(arguments.data))
     x, y = (torch.from_numpy(part).float() for part in (splits.x_train, splits.y_train))
@@ -131,13 +131,13 @@ def main() -> None:
     record: dict[str, object] = {
         "data": arguments.data,
         "execution": execution,
-        "threads": 1,
+        "threads": arguments.threads,
         "processor": platform.machine(),
         "versions": versions(),
         "epochs": EPOCHS,
         "methods": {},
     }
-    print(f"{arguments.data}, {count} splits, {execution} step, one thread\n")
+    print(f"{arguments.data}, {count} splits, {execution} step, threads: {arguments.threads}\n")
     print(f"{'':<14}{'an epoch':>12}{'all splits':>14}{'ratio':>8}{'first epoch':>14}")
     for name, clock in clocks.items():
         times = 1 if name.endswith("replicas") else count

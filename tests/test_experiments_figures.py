@@ -340,25 +340,36 @@ def test_a_stopped_command_goes_on(small, monkeypatch, tmp_path):
     assert "seed: stored 0, now 1" in other.output
 
 
-def test_each_training_is_compared_with_the_reference_on_its_replicate():
-    def training(method, replicate, elbo):
-        metrics = {"iterations": [10, 20, 30], "elbo": elbo, "lr": 0.01}
-        return cell("boston", method, replicate, metrics, experiment="convergence")
+def training(method, replicate, elbo, iterations=(10, 20, 30)):
+    metrics = {"iterations": list(iterations), "elbo": elbo, "lr": 0.01}
+    return cell("boston", method, replicate, metrics, experiment="convergence")
 
+
+def test_means_over_the_trainings_are_compared_and_single_ones_counted():
     study = Study(
         [
             training("BBB", 0, [-9.0, -8.0, -7.0]),
             training("BBB", 1, [-5.0, -4.0, -3.0]),
-            # Above the first reference, below the mean of both: reached all the same.
-            training("NNG-FFG", 0, [-8.0, -6.5, -6.0]),
-            training("NNG-FFG", 1, [-8.0, -2.0, -2.0]),
+            # In the mean −8, −4.5, −4, beside the −5 that BBB ends with; the second alone never has its −3.
+            training("NNG-FFG", 0, [-8.0, -5.5, -4.5]),
+            training("NNG-FFG", 1, [-8.0, -3.5, -3.5]),
+            # BBB has no third training to compare this with.
+            training("NNG-FFG", 2, [99.0, 99.0, 99.0]),
             training("NNG-MVG", 0, [-8.0, -7.5, -7.2]),
-            training("NNG-MVG", 1, [-1.0, -1.0, -1.0]),
+            training("NNG-MVG", 1, [-3.0, -3.0, -3.0]),
         ]
     )
     rows = {row["method"]: row for row in convergence_table(study).rows}
     assert [rows[name]["reached"] for name in ("BBB", "NNG-FFG", "NNG-MVG")] == [30, 20, "never"]
-    assert rows["NNG-FFG"]["speed"] == 1.5
+    assert [rows[name]["trainings"] for name in ("BBB", "NNG-FFG", "NNG-MVG")] == ["2 of 2", "1 of 2", "1 of 2"]
+    assert [rows[name]["speed"] for name in ("BBB", "NNG-FFG", "NNG-MVG")] == [1.0, 1.5, None]
+
+
+def test_trainings_that_cannot_be_averaged_are_refused():
+    elbo = [-9.0, -8.0, -7.0]
+    study = Study([training("BBB", 0, elbo), training("BBB", 1, elbo, (10, 20, 31))])
+    with pytest.raises(ValueError, match="same iterations"):
+        convergence_table(study)
 
 
 def test_the_report_shows_what_tuning_found():

@@ -114,9 +114,13 @@ def _show_convergence(results: Path) -> None:
     from noisygrad.report.convergence import convergence_table
     from noisygrad.report.study import Study
 
+    table = convergence_table(Study(Results(results, "convergence").load())).rich()
+    for column in table.columns:
+        # On a narrow terminal a name goes on in the next line: cut off, the two variants would read the same.
+        column.overflow = "fold"
     console = Console(highlight=False)
     console.print()
-    console.print(convergence_table(Study(Results(results, "convergence").load())).rich())
+    console.print(table)
 
 
 @app.command("precision-matrices")

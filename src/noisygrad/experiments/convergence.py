@@ -39,7 +39,7 @@ _FOLLOWING = {"forget_start": True, "fisher_rate": 0.01}
 moving average of the Fisher forgets: it holds the identity that it starts from, and later the Fisher of a poor fit, for
 a thousand iterations. Here it forgets its start at once, and everything else within a hundred."""
 CHANGES: dict[str, dict[str, Any]] = {
-    # About 1/√N, the width that the others start with. From the table's 0.01 it ends with the same ELBO, but later.
+    # About 1/√N, the width that the others start with. From the table's 0.01 it climbs later and ends no higher.
     "BBB": {"initial_std": 0.05},
     "NNG-FFG": _FOLLOWING,
     "NNG-MVG": _FOLLOWING,

@@ -138,6 +138,10 @@ class Precision(TensorRecord, ABC):
         """The same without what only `quad`, `to_dense` and `as_prior` need: what an optimiser keeps between steps."""
         return self
 
+    def for_steps(self) -> Self:
+        """The same, prepared for many calls of `solve`."""
+        return self
+
     @abstractmethod
     def solve(self, vector: Tensor) -> Tensor:
         """P⁻¹ v."""

@@ -216,8 +216,8 @@ class Statistics(base.Statistics):
             left=left,
             right=right,
             spectrum=None,
-            inverse_left=left @ left.mT,
-            inverse_right=right @ right.mT,
+            inverse_left=None,
+            inverse_right=None,
             terms=(damped.outputs, damped.inputs),
             log_determinant=right.shape[-1] * logdet_s + left.shape[-1] * logdet_a,
         )
@@ -237,7 +237,7 @@ class Statistics(base.Statistics):
 class Precision(base.Precision):
     """P⁻¹ = (U ⊗ V) diag(1/R) (U ⊗ V)ᵀ with U = `left`, V = `right` and R = `spectrum` (None where it is all ones).
 
-    `inverse_left` and `inverse_right` are U Uᵀ and V Vᵀ (factored damping only). `terms` are (S₁, A₁[, S₂, A₂]) with
+    `inverse_left` and `inverse_right` are U Uᵀ and V Vᵀ, after `for_steps` (factored damping only). `terms` are (S₁, A₁[, S₂, A₂]) with
     P = Σ Sᵢ ⊗ Aᵢ. Where U and V hold eigenvectors, the bases are those: see `in_eigenbasis`.
     """
 
@@ -254,6 +254,12 @@ class Precision(base.Precision):
     def without_terms(self) -> Self:
         """A copy that can only solve, sample and take traces: half the memory, for caches used at every step."""
         return dataclasses.replace(self, terms=())
+
+    def for_steps(self) -> Self:
+        """The same with U Uᵀ and V Vᵀ, so that `solve` takes two products and not four."""
+        if self.spectrum is not None:
+            return self
+        return dataclasses.replace(self, inverse_left=gram(self.left.mT), inverse_right=gram(self.right.mT))
 
     def solve(self, vector: Tensor) -> Tensor:
         """U [(Uᵀ X V) / R] Vᵀ."""

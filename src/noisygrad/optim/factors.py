@@ -152,7 +152,7 @@ class Factors:
     def _factorise(self, block: Block, damping: float) -> BlockFactors:
         statistics, prior = self.statistics[block.name], self.priors[block.name]
         try:
-            stepper = statistics.factorise(prior, damping, self._mode).without_terms()
+            stepper = statistics.factorise(prior, damping, self._mode).without_terms().for_steps()
             if damping == 0.0 or not block.noise:
                 return BlockFactors(stepper if block.noise else None, stepper)
             return BlockFactors(statistics.factorise(prior, 0.0, self._mode).without_terms(), stepper)

@@ -224,10 +224,11 @@ class NoisyLearner(VariationalLearner):
 
     def _factorised(self, damping: float) -> list[Precision]:
         with unchecked(self.refresh_traceable):
-            return [
+            found = [
                 statistics.factorise(prior, damping, self.settings.damping_mode).without_terms()
                 for statistics, prior in zip(self.statistics, self._priors, strict=True)
             ]
+            return [each.for_steps() for each in found] if self.settings.factor_every > 1 else found
 
     @torch.no_grad()
     def move_(self) -> None:

@@ -59,13 +59,14 @@ class Perceptrons:
             One tensor `[R, S, B, inputs of the layer]` for each layer, without the constant 1; `[R, S, B, outputs]`.
         """
         samples = weights.shape[1]
-        hidden = x.unsqueeze(1).expand(-1, samples, -1, -1)
-        inputs = []
-        for index, matrix in enumerate(self.matrices(weights)):
-            if index:
-                hidden = hidden.relu()
-            inputs.append(hidden)
-            hidden = torch.matmul(hidden, matrix[..., :-1].mT) + matrix[..., -1].unsqueeze(-2)
+        inputs = [x.unsqueeze(1).expand(-1, samples, -1, -1)]
+        first, *rest = self.matrices(weights)
+        # All samples see the same inputs: one product for each replica.
+        products = torch.matmul(x, first[..., :-1].flatten(1, 2).mT)
+        hidden = products.unflatten(-1, (samples, -1)).movedim(2, 1) + first[..., -1].unsqueeze(-2)
+        for matrix in rest:
+            inputs.append(hidden.relu())
+            hidden = torch.matmul(inputs[-1], matrix[..., :-1].mT) + matrix[..., -1].unsqueeze(-2)
         return inputs, hidden
 
     def backward(self, weights: Tensor, inputs: Sequence[Tensor], gradients: Tensor) -> list[Tensor]:
