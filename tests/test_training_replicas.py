@@ -48,15 +48,13 @@ def test_forward_and_backward_are_those_of_autograd():
     weights = normal(2, 3, NETWORK.num_weights, seed=1).requires_grad_()
     x = normal(2, 6, 3, seed=2)
     inputs, outputs = NETWORK.forward(weights, x)
-    at_output = normal(2, 3, 2, 6, 1, seed=3)
+    at_output = normal(2, 3, 6, 1, seed=3)
     found = NETWORK.backward(weights, inputs, at_output)
-    for index in range(2):
-        (truth,) = torch.autograd.grad((outputs * at_output[:, :, index]).sum(), weights, retain_graph=True)
-        layers = [
-            torch.cat([g[:, :, index].mT @ a, g[:, :, index].sum(-2).unsqueeze(-1)], dim=-1).flatten(2)
-            for g, a in zip(found, inputs, strict=True)
-        ]
-        torch.testing.assert_close(torch.cat(layers, dim=-1), truth, rtol=1e-12, atol=1e-12)
+    (truth,) = torch.autograd.grad((outputs * at_output).sum(), weights)
+    layers = [
+        torch.cat([g.mT @ a, g.sum(-2).unsqueeze(-1)], dim=-1).flatten(2) for g, a in zip(found, inputs, strict=True)
+    ]
+    torch.testing.assert_close(torch.cat(layers, dim=-1), truth, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("noise_prior", [(6.0, 6.0), None], ids=["gamma", "point"])
@@ -66,6 +64,9 @@ def test_forward_and_backward_are_those_of_autograd():
         ("diagonal", {}),
         ("kronecker", {}),
         ("kronecker", {"damping": 0.05, "momentum": 0.0}),
+        ("kronecker", {"kl_clip": 1e-4}),
+        ("diagonal", {"kl_clip": 1e-4, "forget_start": False}),
+        ("kronecker", {"forget_start": False}),
         ("kronecker", {"damping_mode": "exact", "factor_every": 3}),
         ("tridiagonal", {"factor_every": 2}),
         ("full", {"noise": False, "mc_samples": 1}),
@@ -93,7 +94,10 @@ def test_a_learner_follows_the_optimiser(family: str, settings: dict, noise_prio
         model, Gaussian(noise_prior=noise_prior), num_data=NUM_DATA, lr=0.05, fisher_decay=0.7, kl_weight=0.7,
         prior_variance=0.5, mc_samples=samples, stats_every=1, factor_every=chosen.factor_every, seed=3,
         damping=chosen.damping, momentum=chosen.momentum, damping_mode=chosen.damping_mode, noise=chosen.noise,
+        kl_clip=chosen.kl_clip,
     )  # fmt: skip
+    if not chosen.forget_start:
+        optimizer.factors.updates.fill_(1e9)  # so many updates later, nothing is left of the quick start
     generator = torch.Generator()
     generator.set_state(optimizer.generators[0].get_state())
     places = [place for matrix in layer_places() for place in matrix]
@@ -202,7 +206,7 @@ def test_elbo_is_the_posteriors():
     x, y = make_data(1)
     draws = learner.draws(6, Streams.of([4]).test)
     outputs = NETWORK.forward(draws, x)[1]
-    log_prob = learner.likelihood.log_prob(outputs[0].movedim(0, 0).flatten(0, 1)[None], y.repeat(1, 6, 1))
+    log_prob = learner.likelihood.log_prob(outputs[0].flatten(0, 1)[None], y.repeat(1, 6, 1))
     truth = NUM_DATA * log_prob.mean() - learner.kl()[0] - learner.likelihood.kl()[0]
     torch.testing.assert_close(learner.elbo(x, y, 6, streams.test)[0], truth)
 
@@ -221,6 +225,31 @@ def test_a_factorisation_that_fails_keeps_the_old_one():
     assert not torch.equal(after["right"][0], before["right"][0])
 
 
+@pytest.mark.parametrize(("family", "settings"), [("tridiagonal", {}), ("kronecker", {"damping_mode": "exact"})])
+def test_one_bad_replica_does_not_stop_the_others(family: str, settings: dict) -> None:
+    learner = make_learner(family, Streams.of([0, 1]), **settings)
+    assert isinstance(learner, NoisyLearner)
+    before = [{name: t.clone() for name, t in each.tensors().items()} for each in learner.samplers]
+    for statistics in learner.statistics:
+        for name, tensor in statistics.tensors().items():
+            if not name.startswith("cross"):
+                tensor[1] *= 2.0
+                tensor[0] = torch.nan
+    learner.refresh_()
+    assert learner.rejected.tolist() == [1.0, 0.0]
+    for old, new in zip(before, learner.samplers, strict=True):
+        for name, tensor in new.tensors().items():
+            torch.testing.assert_close(tensor[0], old[name][0])
+        assert not torch.equal(new.tensors()["log_determinant"][1], old["log_determinant"][1])
+
+
+@pytest.mark.skipif(not compiler_available(), reason="torch.compile needs a C++ compiler")
+def test_many_trainings_compile_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    for count in (1, 2):
+        train("diagonal", list(range(count)), epochs=1, execution="compiled")
+
+
 def test_bad_arguments_are_named():
     streams = Streams.of([0, 1])
     learner = make_learner("kronecker", streams)
@@ -236,6 +265,12 @@ def test_bad_arguments_are_named():
         train_replicas(learner, x, y, **good | {"execution": "captured"})
     with pytest.raises(ValueError, match="execution must be"):
         train_replicas(learner, x, y, **good | {"execution": "fast"})
+    with pytest.raises(ValueError, match="one noise for all outputs"):
+        NoisyLearner(NETWORK, Gaussian(per_output=True), NoisySettings(), num_data=9, generators=[torch.Generator()])
+    with pytest.raises(ValueError, match="damping_mode"):
+        NoisySettings(damping_mode="some")
+    with pytest.raises(ValueError, match="mc_samples must be an integer"):
+        NoisySettings(mc_samples=2.5)
     with pytest.raises(ValueError, match="family"):
         NoisySettings(family="banded")
     with pytest.raises(ValueError, match="lr must be positive"):

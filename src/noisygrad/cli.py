@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from noisygrad.data.commands import app as data_commands
-from noisygrad.experiments.commands import app as reproduce_commands
+from noisygrad.reproduce import app as reproduce_commands
 
 main = typer.Typer(
     name="noisygrad",

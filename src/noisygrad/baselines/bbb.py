@@ -75,9 +75,9 @@ class BBB(VariationalLearner):
         weights = self.weights(noise["weights"])
         inputs, outputs = self.network.forward(weights, x)
         errors = outputs - y.unsqueeze(1)
-        gradients = self.network.backward(weights, inputs, (self.precision() * errors).unsqueeze(2))
+        gradients = self.network.backward(weights, inputs, self.precision() * errors)
         layers = [
-            torch.cat([g.squeeze(2).mT @ a, g.squeeze(2).sum(-2).unsqueeze(-1)], dim=-1).flatten(2)
+            torch.cat([g.mT @ a, g.sum(-2).unsqueeze(-1)], dim=-1).flatten(2)
             for g, a in zip(gradients, inputs, strict=True)
         ]
         of_loss = torch.cat(layers, dim=-1) / x.shape[1]

@@ -201,7 +201,7 @@ class PBP(Learner):
         self.replicas = replicas
         self.device = torch.device(device)
         self.dtype = dtype
-        self.anneal = torch.ones((), dtype=dtype, device=self.device)
+        self.anneal = torch.ones(1, dtype=dtype, device=self.device)
         self.shapes = [(fan_out, fan_in + 1) for fan_in, fan_out in itertools.pairwise(sizes)]
         starts = zip(*(self._start(generator) for generator in generators), strict=True)
         self.means = [torch.stack(replicated) for replicated in starts]

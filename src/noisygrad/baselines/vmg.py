@@ -173,7 +173,7 @@ class VMG(Learner):
         if len(generators) != replicas:
             raise ValueError(f"{replicas} replicas need as many generators; got {len(generators)}.")
         self.replicas, self.device, self.dtype = replicas, torch.device(device), dtype
-        self.anneal = torch.ones((), dtype=dtype, device=self.device)
+        self.anneal = torch.ones(1, dtype=dtype, device=self.device)
         self.num_data, self.kl_weight = num_data, kl_weight
         self.pseudo_pairs, self.max_noise = pseudo_pairs, max_noise
         self.widths = (inputs, *hidden, outputs)

@@ -26,6 +26,8 @@ Make = Callable[[Config, Standardised, Sequence[torch.Generator], str], Learner]
 
 SMALL_SETS = ("boston", "concrete", "energy", "wine", "yacht")
 """Sets on which a full covariance fits: at most 751 weights, and few enough steps."""
+_MOST_WEIGHTS = 1000
+"""What a full covariance can have of a table of one's own."""
 
 
 class UnknownMethodError(ValueError):
@@ -37,10 +39,9 @@ class Problem:
     """What the settings of a method may depend on."""
 
     name: str
-    rows: int
-    features: int
     batch_size: int
     hidden: int
+    weights: int
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,12 @@ class Method:
     """Of one step, beside the others: for the estimate of the time left."""
     only: tuple[str, ...] | None = None
     """The sets it can be run on; None for all."""
+
+    def fits(self, problem: Problem) -> bool:
+        """Whether it is run on this problem; a table of one's own may have so many weights."""
+        if self.only is None or problem.name in self.only:
+            return True
+        return problem.name.startswith("csv-") and problem.weights <= _MOST_WEIGHTS
 
 
 def _common(problem: Problem, **more: Any) -> Config:

@@ -237,8 +237,8 @@ class Statistics(base.Statistics):
 class Precision(base.Precision):
     """P⁻¹ = (U ⊗ V) diag(1/R) (U ⊗ V)ᵀ with U = `left`, V = `right` and R = `spectrum` (None where it is all ones).
 
-    `inverse_left` and `inverse_right` are U Uᵀ and V Vᵀ, after `for_steps` (factored damping only). `terms` are (S₁, A₁[, S₂, A₂]) with
-    P = Σ Sᵢ ⊗ Aᵢ. Where U and V hold eigenvectors, the bases are those: see `in_eigenbasis`.
+    `inverse_left` and `inverse_right` are U Uᵀ and V Vᵀ, after `for_steps` and with factored damping only. `terms` are
+    (S₁, A₁[, S₂, A₂]) with P = Σ Sᵢ ⊗ Aᵢ. Where U and V hold eigenvectors, the bases are those: see `in_eigenbasis`.
     """
 
     left: Tensor

@@ -53,8 +53,8 @@ def comparison_table(
 def _entry(study: Study, method: str, data: str, metric: Metric) -> Entry:
     ours, standing = study.estimate(method, data, metric), study.standing(method, data, metric)
     theirs = "" if standing is None else f"paper {standing.theirs.text()}"
+    failed = sum(cell.error is not None for cell in study.of(method, data))
     if ours is None:
-        failed = sum(cell.error is not None for cell in study.of(method, data))
         return Entry(theirs=theirs, note=f"{failed} failed" if failed else "")
     count, expected = len(study.values(method, data, metric)), paper.replicates_of(data)
     known = data in paper.DATA
@@ -63,8 +63,13 @@ def _entry(study: Study, method: str, data: str, metric: Metric) -> Entry:
         theirs=theirs,
         verdict=None if standing is None else standing.verdict,
         tooltip="" if standing is None else _tooltip(standing),
-        note=f"{count} of {expected} splits" if known and count < expected else "",
+        note=_note(count, expected if known else count + failed, failed),
     )
+
+
+def _note(count: int, expected: int, failed: int) -> str:
+    parts = [f"{count} of {expected} splits"] if count < expected else []
+    return ", ".join([*parts, f"{failed} failed"] if failed else parts)
 
 
 def _tooltip(standing: Standing) -> str:

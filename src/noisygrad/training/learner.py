@@ -67,7 +67,7 @@ class Learner(ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """The whole state by name, replicas in front."""
+        """What was learned, and what learning goes on from, by name; replicas in front."""
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Figures about the fit, `[R]` by name, beside those of its predictions."""

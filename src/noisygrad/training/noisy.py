@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from noisygrad.families import dense, diagonal, kronecker, tridiagonal
@@ -54,6 +55,11 @@ class NoisySettings:
                 continue
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be positive and finite; got {value!r}")
+        for name in ("mc_samples", "factor_every"):
+            if not isinstance(getattr(self, name), int):
+                raise ValueError(f"{name} must be an integer; got {getattr(self, name)!r}")
+        if self.damping_mode not in ("factored", "exact"):
+            raise ValueError(f'damping_mode must be "factored" or "exact"; got {self.damping_mode!r}')
         if self.family not in ("diagonal", "kronecker", "tridiagonal", "full"):
             raise ValueError(f'family must be "diagonal", "kronecker", "tridiagonal" or "full"; got {self.family!r}')
         if not 0 <= self.momentum < 1 or not self.fisher_rate <= 1 or not self.damping >= 0:
@@ -163,11 +169,14 @@ class NoisyLearner(VariationalLearner):
         errors = outputs - y.unsqueeze(1)
         precision = self.precision()
         # One gradient for the data's targets, one for targets f + ε/√τ drawn from the model, whose error is −ε/√τ.
-        at_output = torch.stack([precision * errors, -precision.sqrt() * noise["targets"]], dim=2)
-        gradients = self.network.backward(weights, inputs, at_output)
-        rows = [part.flatten(1, 2).unsqueeze(-2) for part in inputs]
-        of_loss, of_model = ([g[:, :, k].flatten(1, 2).unsqueeze(-2) for g in gradients] for k in (0, 1))
-        layers = [second_moment(g, a, False, True).flatten(1) for g, a in zip(of_loss, rows, strict=True)]
+        at_output = (precision * errors, -precision.sqrt() * noise["targets"])
+        of_loss, of_model = (
+            [part.flatten(1, 2).unsqueeze(-2) for part in self.network.backward(weights, inputs, at)]
+            for at in at_output
+        )
+        # With the constant 1 of the bias, so that one product makes both columns of [W | b].
+        rows = [F.pad(part, (0, 1), value=1.0).flatten(1, 2).unsqueeze(-2) for part in inputs]
+        layers = [second_moment(g, a, False, False).flatten(1) for g, a in zip(of_loss, rows, strict=True)]
         gradient = torch.cat(layers, dim=-1).add_(weights.mean(1), alpha=self._prior_precision)
         self.momentum.lerp_(gradient, 1.0 - self.settings.momentum)
         self.momentum_power.mul_(self.settings.momentum)
@@ -184,21 +193,18 @@ class NoisyLearner(VariationalLearner):
 
     def _measure(self, inputs: list[Tensor], gradients: list[Tensor]) -> Statistics:
         if self.settings.family == "kronecker":
-            return kronecker.Statistics.measure(inputs[0], gradients[0], True)
+            return kronecker.Statistics.measure(inputs[0], gradients[0], False)
         if self.settings.family == "tridiagonal":
             count = len(inputs)
-            return tridiagonal.Statistics.measure(inputs, gradients, [True] * count, [True] * (count - 1))
+            return tridiagonal.Statistics.measure(inputs, gradients, [False] * count, [True] * (count - 1))
         if self.settings.family == "diagonal":
             # (g aᵀ)² = g² (a²)ᵀ: no gradient of one example is formed.
             squares = [
-                second_moment(g.square(), a.square(), False, True).flatten(1)
+                second_moment(g.square(), a.square(), False, False).flatten(1)
                 for g, a in zip(gradients, inputs, strict=True)
             ]
             return diagonal.Statistics(torch.cat(squares, dim=-1))
-        rows = [
-            (g.mT @ torch.cat([a, torch.ones_like(a[..., :1])], dim=-1)).flatten(-2)
-            for g, a in zip(gradients, inputs, strict=True)
-        ]
+        rows = [(g.mT @ a).flatten(-2) for g, a in zip(gradients, inputs, strict=True)]
         return dense.Statistics.measure(torch.cat(rows, dim=-1))
 
     @torch.no_grad()
@@ -211,8 +217,8 @@ class NoisyLearner(VariationalLearner):
             try:
                 new = self._factorised(damping)
             except FactorisationError:
-                self.rejected.add_(1.0)
-                return
+                self._refresh_apart_(cached, damping)
+                continue
             # Where a Cholesky factorisation fails, a pivot is not positive, and the log-determinant is not finite.
             finite = torch.stack([precision.logdet() for precision in new]).sum(0).isfinite()
             self.rejected.add_((~finite).to(self.dtype))
@@ -221,6 +227,25 @@ class NoisyLearner(VariationalLearner):
                 for name, tensor in old.tensors().items():
                     keep = finite.reshape(-1, *[1] * (tensor.dim() - 1))
                     torch.where(keep, theirs[name], tensor, out=tensor)
+
+    def _refresh_apart_(self, cached: Sequence[Precision], damping: float) -> None:
+        """Replica by replica, because one of them cannot be factorised."""
+        for replica in range(self.replicas):
+            one = slice(replica, replica + 1)
+            try:
+                new = [
+                    statistics.map(lambda t, one=one: t[one]).factorise(
+                        prior.map(lambda t, one=one: t[one]), damping, self.settings.damping_mode
+                    )
+                    for statistics, prior in zip(self.statistics, self._priors, strict=True)
+                ]
+            except FactorisationError:
+                self.rejected[replica] += 1.0
+                continue
+            for old, precision in zip(cached, new, strict=True):
+                theirs = precision.without_terms().for_steps().tensors()
+                for name, tensor in old.tensors().items():
+                    tensor[one].copy_(theirs[name])
 
     def _factorised(self, damping: float) -> list[Precision]:
         with unchecked(self.refresh_traceable):

@@ -1,7 +1,6 @@
 """Many multi-layer perceptrons at once, forward and backward by hand: replicas, and weight samples of each.
 
-A network's weights are one flat vector, layer after layer, each the matrix [W | b] row by row. Two passes through the
-chain rule at once (that of the loss and that of sampled targets) cost little more than one.
+A network's weights are one flat vector, layer after layer, each the matrix [W | b] row by row.
 """
 
 from __future__ import annotations
@@ -70,11 +69,8 @@ class Perceptrons:
         return inputs, hidden
 
     def backward(self, weights: Tensor, inputs: Sequence[Tensor], gradients: Tensor) -> list[Tensor]:
-        """Gradients at every layer's output, `[R, S, P, B, outputs]`, from those at the last; P passes at once."""
-        matrices = self.matrices(weights)
+        """Gradients at every layer's output, `[R, S, B, outputs of the layer]`, from those at the last."""
         found = [gradients]
-        for matrix, below in zip(matrices[:0:-1], inputs[:0:-1], strict=True):
-            passes = found[-1].shape[2]
-            gradient = torch.matmul(found[-1].flatten(2, 3), matrix[..., :-1]).unflatten(2, (passes, -1))
-            found.append(gradient * (below > 0).unsqueeze(2))
+        for matrix, below in zip(self.matrices(weights)[:0:-1], inputs[:0:-1], strict=True):
+            found.append(torch.matmul(found[-1], matrix[..., :-1]) * (below > 0))
         return found[::-1]

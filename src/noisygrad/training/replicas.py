@@ -178,6 +178,9 @@ class _Stepper:
 
     def __init__(self, engine: _Engine, how: Execution) -> None:
         graphs = engine.learner.device.type == "cuda" and how != "eager"
+        if how == "compiled":
+            # Every training compiles the same functions anew, and there is a limit to how often that may happen.
+            torch.compiler.reset()
 
         def prepared(work: Callable[[], None]) -> Callable[[], None]:
             if how == "compiled":

@@ -46,6 +46,8 @@ class VariationalLearner(Learner):
         for name, value in (("num_data", num_data), ("kl_weight", kl_weight), ("mc_samples", mc_samples)):
             if not value > 0:
                 raise ValueError(f"{name} must be positive; got {value!r}")
+        if likelihood.per_output:
+            raise ValueError("replicas have one noise for all outputs of a network: give Gaussian(per_output=False)")
         self.network = network
         self.replicas = len(generators)
         self.device, self.dtype = torch.device(device), dtype

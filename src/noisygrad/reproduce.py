@@ -65,14 +65,19 @@ def regression(
         _check_device(device)
         _check_backend(backend, scheduler)
         table = _own_table(csv, target)
-        names = [f"csv-{csv.stem}"] if csv is not None else _chosen(data, experiment.DATA)
+        if csv is not None and data is not None:
+            raise typer.BadParameter("--csv is instead of --data: give one of them")
+        names = [f"csv-{csv.stem}"] if csv is not None else _chosen(data, experiment.DATA, experiment.MORE_DATA)
+        asked = _chosen(methods, METHODS)
         where = _data_folder(data_dir)
-        jobs = experiment.plan(
-            names, _chosen(methods, METHODS), epochs=epochs, splits=splits, data_dir=where, csv=table, seed=seed
-        )
+        jobs = experiment.plan(names, asked, epochs=epochs, splits=splits, data_dir=where, csv=table, seed=seed)
+        if not jobs:
+            raise ValueError(f"{', '.join(asked)} on {', '.join(names)} would be too large: it is for small sets")
         work = partial(experiment.run_job, data_dir=where, csv=table, device=device)
-        _run(experiment.EXPERIMENT, jobs, work, results, backend, workers, scheduler)
-        _show_regression(results, names, _chosen(methods, METHODS))
+        failed = _run(experiment.EXPERIMENT, jobs, work, results, backend, workers, scheduler)
+        _show_regression(results, names, asked)
+    if failed:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -202,10 +207,13 @@ def _run(
     backend: Literal["local", "joblib", "dask"],
     workers: int,
     scheduler: str | None,
-) -> None:
+) -> int:
+    """Run what is missing; returns how many cells came out without figures."""
     from noisygrad.experiments.cells import Results
     from noisygrad.experiments.runner import JobsFailed, run_jobs
 
+    if results.exists() and not results.is_dir():
+        raise ValueError(f"--results {results} is a file: name a folder")
     results.mkdir(parents=True, exist_ok=True)
     if workers > 1 and backend == "local":
         backend = "joblib"
@@ -213,7 +221,7 @@ def _run(
         # Side by side, the longest should not begin last.
         jobs = sorted(jobs, key=lambda job: -job.cost)
     try:
-        run_jobs(
+        cells = run_jobs(
             jobs,
             work,
             Results(results, experiment),
@@ -226,6 +234,7 @@ def _run(
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
+    return sum(cell.error is not None for cell in cells)
 
 
 def _data_folder(data_dir: Path | None) -> str:
@@ -241,16 +250,16 @@ def _own_table(csv: Path | None, target: str | None) -> tuple[str, str] | None:
     return None if csv is None or target is None else (os.fspath(csv.resolve()), target)
 
 
-def _chosen(names: str | None, known: Iterable[str]) -> list[str]:
-    """The names asked for, or all that are known; an unknown one is refused with the list."""
-    every = list(known)
+def _chosen(names: str | None, usual: Iterable[str], more: Iterable[str] = ()) -> list[str]:
+    """The names asked for, each once, or all the usual ones; an unknown one is refused with the list."""
     if names is None:
-        return every
-    asked = [name.strip() for name in names.split(",") if name.strip()]
-    unknown = [name for name in asked if name not in every]
+        return list(usual)
+    known = [*usual, *more]
+    asked = dict.fromkeys(name.strip() for name in names.split(",") if name.strip())
+    unknown = [name for name in asked if name not in known]
     if unknown or not asked:
-        raise typer.BadParameter(f"there is no {', '.join(map(repr, unknown)) or 'name'}; known are {', '.join(every)}")
-    return asked
+        raise typer.BadParameter(f"there is no {', '.join(map(repr, unknown)) or 'name'}; known are {', '.join(known)}")
+    return list(asked)
 
 
 def _check_backend(backend: str, scheduler: str | None) -> None:
@@ -261,8 +270,12 @@ def _check_backend(backend: str, scheduler: str | None) -> None:
 def _check_device(device: str) -> None:
     import torch
 
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise typer.BadParameter(f"--device {device}: this machine has no usable GPU; leave --device out")
+    try:
+        kind = torch.device(device)
+    except RuntimeError:
+        raise typer.BadParameter(f"--device {device}: give cpu, cuda, or cuda:1 and so on") from None
+    if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
+        raise typer.BadParameter(f"--device {device}: this machine has no such usable GPU; leave --device out")
 
 
 @contextmanager
