@@ -159,16 +159,17 @@ class ConvolutionPass(MatrixPass):
         if positions == 1:
             return super().squares()
         # Squares of small gradients would be denormal numbers: most CPUs are slow at those, and digits are lost.
-        largest = self.gradients.abs().amax()
+        least, most = self.gradients.aminmax()
+        largest = torch.maximum(-least, most)
         scale = torch.where(largest > 0, largest, 1.0)
-        gradients = self.gradients / scale
-        weight = self._squares_by_taps(gradients) if positions <= FEW_POSITIONS else self._squares_by_rows(gradients)
-        return self._flat(weight, gradients.sum(dim=-2).square().sum(dim=-2)) * (scale.square() / batch)
+        weight = self._squares_by_taps(scale) if positions <= FEW_POSITIONS else self._squares_by_rows(scale)
+        bias = (self.gradients.sum(dim=-2) / scale).square().sum(dim=-2)
+        return self._flat(weight, bias) * (scale.square() / batch)
 
-    def _squares_by_taps(self, gradients: Tensor) -> Tensor:
+    def _squares_by_taps(self, scale: Tensor) -> Tensor:
         """Each tap is a 1×1 convolution of what it sees: for few positions, of which the edges cut off most."""
         images, vertical, horizontal = self._geometry
-        placed = gradients.mT.unflatten(-1, (vertical.outputs, horizontal.outputs))
+        placed = (self.gradients / scale).mT.unflatten(-1, (vertical.outputs, horizontal.outputs))
         found = []
         for tap_y, tap_x in product(range(vertical.kernel), range(horizontal.kernel)):
             seen = images[..., _under(vertical, tap_y), _under(horizontal, tap_x)].flatten(2).mT
@@ -176,15 +177,16 @@ class ConvolutionPass(MatrixPass):
             found.append(sum_of_squared_products(at, seen))
         return torch.stack(found, dim=-1).flatten(1)
 
-    def _squares_by_rows(self, gradients: Tensor) -> Tensor:
+    def _squares_by_rows(self, scale: Tensor) -> Tensor:
         """Patches along the width, of some examples at a time; along the height a tap is a slice of them."""
         images, vertical, horizontal = self._geometry
         channels, width = images.shape[1], horizontal.outputs
         zeros = self._module.padding_mode == "zeros"
         padding = self._module._reversed_padding_repeated_twice if zeros else (0, 0)
-        total = images.new_zeros(vertical.kernel, gradients.shape[-1], channels * horizontal.kernel)
+        total = images.new_zeros(vertical.kernel, self.gradients.shape[-1], channels * horizontal.kernel)
         size = max(1, CACHE // (images[0].numel() * horizontal.kernel))
-        for some, theirs in zip(images.split(size), gradients.split(size), strict=True):
+        for some, gradients in zip(images.split(size), self.gradients.split(size), strict=True):
+            theirs = gradients / scale
             strips = F.pad(some, padding).unfold(-1, width, horizontal.dilation).transpose(2, 3)
             strips = strips.reshape(len(some), channels * horizontal.kernel, -1)  # [B, channels · taps, pixels]
             for tap, part in enumerate(total):

@@ -8,6 +8,7 @@ squares (`squares`). The gradients are those of the *summed* loss, so that no ba
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}
 
 CACHE = 1 << 20
 """The same on a CPU where the matrices are made in one place: what its cache holds."""
+
+_PLACES = threading.local()
 
 MANY = 16
 """From so many small matrices on, they are summed by one operation."""
@@ -61,6 +64,14 @@ def _by_pairs(outputs: Tensor, inputs: Tensor) -> Tensor:
     return g.flatten(start_dim=-3, end_dim=-2).mT @ a.flatten(start_dim=-3, end_dim=-2)
 
 
+def _place(count: int, dtype: torch.dtype) -> Tensor:
+    """Memory for so many numbers, the same at every call in a thread: it stays mapped and in the cache."""
+    kept: dict[torch.dtype, Tensor] = _PLACES.__dict__.setdefault("kept", {})
+    if dtype not in kept or kept[dtype].numel() < count:
+        kept[dtype] = torch.empty(max(count, CACHE), dtype=dtype)
+    return kept[dtype][:count]
+
+
 def _in_cache(outputs: Tensor, inputs: Tensor) -> Tensor:
     """On a CPU memory is the limit: a few per-example matrices at a time, always made in the same place, are squared.
 
@@ -70,7 +81,7 @@ def _in_cache(outputs: Tensor, inputs: Tensor) -> Tensor:
     rows = max(1, CACHE // max(1, inputs.shape[-1]))
     for panel, g in zip(total.split(rows), outputs.split(rows, dim=-1), strict=True):
         size = min(len(g), max(1, CACHE // max(1, panel.numel())))
-        place = panel.new_empty(size, *panel.shape)
+        place = _place(size * panel.numel(), panel.dtype).view(size, *panel.shape)
         for some, a in zip(g.split(size), inputs.split(size), strict=True):
             products = torch.bmm(some.mT, a, out=place[: len(some)])
             if size >= MANY:

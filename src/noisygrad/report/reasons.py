@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 _ENERGY = (
-    "Five of the 20 splits end in a worse optimum, which their training fit shows too; the other 15 have a mean RMSE of "
-    "0.56. Restarts chosen by the ELBO would mend it; they were not tried."
+    "Five of the 20 splits end in a worse optimum, which their training fit shows too; the other 15 have a mean RMSE "
+    "of 0.56. Restarts chosen by the ELBO would mend it; they were not tried."
 )
 _PROTEIN = (
     "The step size was chosen on four small sets, and not for this one; the paper does not say how it chose its own."

@@ -275,6 +275,6 @@ def _provenance(page: Page, study: Study) -> None:
         "Standard splits into nine tenths to train on and one to test on: twenty, five of protein. Times "
         "are of all splits of a set together."
     )
-    page.table(wall_time_table(study, "Wall time"))
+    page.table(wall_time_table(study, "Wall time of the jobs, some of which shared a device"))
     add_settings(page, study)
     add_environment(page, study)
