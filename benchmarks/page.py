@@ -29,7 +29,25 @@ def page() -> str:
             kept = record["stats_batch"][name]
             note = f" (statistics from {kept} of the examples)" if kept else " (statistics from all examples)"
             parts.append(f"\n### {NAMES[name]}{note}\n\n{table(results)}")
-    return "".join(parts)
+    return "".join([*parts, replicas()])
+
+
+def replicas() -> str:
+    """Trainings done together, on a CPU and on a GPU."""
+    record = json.loads((ROOT / "results" / "replicas-cpu.json").read_text())
+    run = json.loads((ROOT / "results" / "regression-h200-run.json").read_text())
+    rows = ["| | an epoch (ms) | all splits (ms) | ratio |", "|---|---|---|---|"]
+    for name, row in record["methods"].items():
+        rows.append(f"| {name} | {row['epoch'] * 1e3:.1f} | {row['all_splits'] * 1e3:.1f} | {row['ratio']:.2f} |")
+    splits = next(iter(record["methods"]))
+    return (
+        f"\n## Replicas\n\nMade by `benchmarks/replicas.py`: an epoch of {record['data']} with NNG-MVG and the paper's settings, "
+        f"{splits} in one batched network ({record['execution']} step), the same engine with one replica, and the public "
+        f"optimiser; threads: {record['threads']}.\n\n"
+        + "\n".join(rows)
+        + f"\n\nOn one H200, `{run['command']}` finished its {run['cells']} cells, {run['data_sets']}, in "
+        f"{run['seconds'] / 60:.1f} minutes ({run['device']}).\n"
+    )
 
 
 def table(results: dict[str, dict[str, float]]) -> str:
