@@ -14,8 +14,8 @@ HEAD = """# Step times
 Made by `benchmarks/page.py` from the files that `benchmarks/run.py` left in `results/`. Every method trains the same
 network on the same batch; rounds of all methods are interleaved in one run and the median is taken, so look at the
 ratios. Statistics are taken every 10 steps and factors made every 200, and both are part of the mean step. On a CPU, a
-statistics step of VGG16 takes NoisyAdam 650 ms in some processes and 850 ms in others, so that its mean step comes out at
-0.99 to 1.08 times IVON's.
+statistics step of VGG16 takes NoisyAdam 650 ms in some processes and 850 ms in others, so that its mean step comes out
+at 0.99 to 1.08 times IVON's.
 """
 NAMES = {"mlp": "MLP 13-50-1, batch 10", "vgg16": "the paper's VGG16, batch 128"}
 
@@ -44,8 +44,8 @@ def replicas() -> str:
     splits = next(iter(record["methods"]))
     return (
         f"\n## Replicas\n\nMade by `benchmarks/replicas.py`: an epoch of {record['data']} with NNG-MVG and the paper's "
-        f"settings, {splits} in one batched network ({record['execution']} step), the same engine with one replica, and "
-        f"the public optimiser; threads: {record['threads']}.\n\n"
+        f"settings, {splits} in one batched network ({record['execution']} step), the same engine with one replica, "
+        f"and the public optimiser; threads: {record['threads']}.\n\n"
         + "\n".join(rows)
         + f"\n\nOn one H200, `{run['command']}` finished its {run['cells']} cells, {run['data_sets']}, in "
         f"{run['seconds'] / 60:.1f} minutes ({run['device']}).\n"
