@@ -19,7 +19,7 @@ from torch import Tensor
 from noisygrad.families import base
 from noisygrad.families.base import DampingMode
 from noisygrad.families.factorisation import factorisation_error, inverse_root, rounding_floor, symmetric_eigh
-from noisygrad.families.moments import gram
+from noisygrad.families.moments import between, gram, wide_product
 
 _LARGEST_PI = 1e8
 
@@ -38,7 +38,7 @@ def second_moment(left: Tensor, right: Tensor, left_constant: bool, right_consta
     """
     rows = left.shape[-3] * left.shape[-2]
     flat = left.flatten(-3, -2)
-    moment = (gram(flat) if left is right else flat.mT @ right.flatten(-3, -2)) / rows
+    moment = (gram(flat) if left is right else wide_product(flat.mT, right.flatten(-3, -2))) / rows
     if not (left_constant or right_constant):
         return moment
     p, q = moment.shape[-2:]
@@ -266,9 +266,9 @@ class Precision(base.Precision):
         matrix = self._matrix(vector)
         if self.inverse_left is not None and self.inverse_right is not None:
             return (self.inverse_left @ matrix @ self.inverse_right).flatten(-2)
-        rotated = self.left.mT @ matrix @ self.right
+        rotated = wide_product(self.left.mT, matrix) @ self.right
         rotated = rotated if self.spectrum is None else rotated / self.spectrum
-        return (self.left @ rotated @ self.right.mT).flatten(-2)
+        return (wide_product(self.left, rotated) @ self.right.mT).flatten(-2)
 
     def sample(self, noise: Tensor) -> Tensor:
         """U (Z / √R) Vᵀ, with Z brought into the eigenbasis."""
@@ -339,22 +339,6 @@ def times_lower(matrix: Tensor, lower: Tensor) -> Tensor:
         return matrix @ lower
     cuts = [size * part // 8 for part in range(9)]
     return torch.cat([matrix[..., a:] @ lower[..., a:, a:b] for a, b in pairwise(cuts)], dim=-1)
-
-
-def between(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:
-    """L X R for X `[samples..., ..., out, in]` with more dimensions than the factors have.
-
-    The samples are laid side by side, so that each factor takes part in one product and is not copied for each of them.
-    """
-    extra = matrix.dim() - left.dim()
-    if extra <= 0:
-        return left @ matrix @ right
-    stacked = matrix.flatten(0, extra - 1).movedim(0, -3)
-    count, rows = stacked.shape[-3:-1]
-    times_right = (stacked.flatten(-3, -2) @ right).unflatten(-2, (count, rows))
-    product = left @ times_right.movedim(-3, -2).flatten(-2)
-    apart: Tensor = product.unflatten(-1, (count, -1)).movedim(-2, 0).unflatten(0, matrix.shape[:extra])
-    return apart
 
 
 def in_eigenbasis(noise: Tensor, left: Tensor, right: Tensor) -> Tensor:
