@@ -10,10 +10,13 @@ _PROTEIN = (
     "The step size was chosen on four small sets, and not for this one; the paper does not say how it chose its own."
 )
 
+_NAVAL = "Not known: the RMSE agrees, and so do both measures on every other set."
+
 REASONS: dict[tuple[str, str, str], str] = {
     ("BBB", "energy", "rmse"): _ENERGY,
     ("BBB", "energy", "log_likelihood"): _ENERGY,
     ("BBB", "protein", "rmse"): _PROTEIN,
     ("BBB", "protein", "log_likelihood"): _PROTEIN,
+    ("PBP", "naval", "log_likelihood"): _NAVAL,
 }
 """By (method, data, metric), such as ("NNG-MVG", "boston", "rmse"): one sentence, with what was tried."""
