@@ -165,7 +165,8 @@ def _pbp_mv() -> Method:
 
 def _vmg() -> Method:
     # Yacht's are the released ones; the others were chosen on a tenth of the training part of two splits, except the
-    # epochs of naval and protein, which are guesses. Naval's noise is far below what a Gamma(6, 6) prior on the original scale allows, so there the targets are standardised.
+    # epochs of naval and protein, which are guesses. Naval's noise is far below what a Gamma(6, 6) prior on the
+    # original scale allows, so there the targets are standardised.
     own: dict[str, Config] = {
         "yacht": {"epochs": 2000, "batch_size": 5, "pseudo_pairs": 5},
         "energy": {"epochs": 1000},
