@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,6 +54,12 @@ def regression(
     epochs: Epochs = None,
     splits: Splits = None,
     seed: Seed = 0,
+    validation: Annotated[
+        bool, typer.Option("--validation", help="Measure on a held-out fifth of the training rows: to choose settings.")
+    ] = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="With --validation: another setting.")
+    ] = None,
 ) -> None:
     """Table 1 and its supplement: test RMSE and log-likelihood on the UCI regression sets.
 
@@ -70,12 +77,23 @@ def regression(
         names = [f"csv-{csv.stem}"] if csv is not None else _chosen(data, experiment.DATA, experiment.MORE_DATA)
         asked = _chosen(methods, METHODS)
         where = _data_folder(data_dir)
-        jobs = experiment.plan(names, asked, epochs=epochs, splits=splits, data_dir=where, csv=table, seed=seed)
+        jobs = experiment.plan(
+            names,
+            asked,
+            epochs=epochs,
+            splits=splits,
+            data_dir=where,
+            csv=table,
+            seed=seed,
+            validation=validation,
+            settings=_settings(settings or []),
+        )
         if not jobs:
             raise ValueError(f"{', '.join(asked)} on {', '.join(names)} would be too large: it is for small sets")
         work = partial(experiment.run_job, data_dir=where, csv=table, device=device)
-        failed = _run(experiment.EXPERIMENT, jobs, work, results, backend, workers, scheduler)
-        _show_regression(results, names, asked)
+        name = experiment.VALIDATION if validation else experiment.EXPERIMENT
+        failed = _run(name, jobs, work, results, backend, workers, scheduler)
+        _show_regression(results, name, names, list(dict.fromkeys(job.method for job in jobs)))
     if failed:
         raise typer.Exit(1)
 
@@ -186,13 +204,27 @@ def _bar(total: int) -> Iterator[Callable[[int, str], None]]:
         raise typer.Exit(130) from None
 
 
-def _show_regression(results: Path, data: Sequence[str], methods: Sequence[str]) -> None:
+def _settings(pairs: Sequence[str]) -> dict[str, object]:
+    """Settings by name; a value is read as JSON where it is, and as text else."""
+    found: dict[str, object] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not (name and equals):
+            raise typer.BadParameter(f"--set {pair}: give NAME=VALUE, such as lr=0.01")
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name] = value
+    return found
+
+
+def _show_regression(results: Path, experiment: str, data: Sequence[str], methods: Sequence[str]) -> None:
     from noisygrad.experiments.cells import Results
     from noisygrad.report.comparison import LOG_LIKELIHOOD, RMSE
     from noisygrad.report.regression import comparison_table
     from noisygrad.report.study import Study
 
-    study = Study(Results(results, "regression").load())
+    study = Study(Results(results, experiment).load())
     console = Console(highlight=False)
     for metric in (RMSE, LOG_LIKELIHOOD):
         console.print()

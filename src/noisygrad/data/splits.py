@@ -60,11 +60,23 @@ class Standardised:
     """[R], in the target's unit; an error times it, or a density divided by it, is in that unit again"""
 
 
-def standardised(table: Table, splits: Sequence[Split]) -> Standardised:
+def standardised(table: Table, splits: Sequence[Split], *, ones: Sequence[int] = ()) -> Standardised:
     """Mean 0 and standard deviation 1 (with divisor n) on each split's training rows; a constant becomes 0, not NaN.
 
     All splits must have the same sizes.
+
+    Args:
+        table: The data.
+        splits: Rows for training and testing.
+        ones: Constant inputs that become 1 instead, by their position: more biases. Where the deviation of a constant
+            is a rounding error and not 0, a plain division makes it 1, and published figures contain that.
+
+    Raises:
+        ValueError: For splits of several sizes, or where one of `ones` is not constant.
     """
+    varying = [column for column in ones if np.ptp(table.x[:, column]) > 0.0]
+    if varying:
+        raise ValueError(f"only a constant input can become 1; the inputs {varying} of {table.name} vary")
     sizes = {(len(train), len(test)) for train, test in splits}
     if len(sizes) != 1:
         raise ValueError(f"all splits must have the same sizes, and there must be one; got {sorted(sizes)}")
@@ -78,7 +90,10 @@ def standardised(table: Table, splits: Sequence[Split]) -> Standardised:
         parts["y_test"].append((table.y[test, None] - y_mean) / y_std)
         parts["y_mean"].append(y_mean[0])
         parts["y_std"].append(y_std[0])
-    return Standardised(**{name: np.stack(values) for name, values in parts.items()})
+    made = {name: np.stack(values) for name, values in parts.items()}
+    for name in ("x_train", "x_test"):
+        made[name][..., list(ones)] = 1.0
+    return Standardised(**made)
 
 
 def _moments(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -130,7 +130,10 @@ def _pbp() -> Method:
     def config(problem: Problem) -> Config:
         epochs = 20 if problem.hidden > 50 else 40
         own = {"epochs": epochs, "batch_size": 1, "anneal": 1.0, "test_samples": 1, "dtype": "float64"}
-        return _common(problem) | own
+        # The published figures of naval are of inputs divided by their computed deviation. Of the constant 0.998 that
+        # is 1e-16, so it became 1: a second bias, which PBP, whose biases have a prior too, fits better with.
+        ones = {"ones": [11]} if problem.name == "naval" else {}
+        return _common(problem) | own | ones
 
     def learner(config: Config, data: Standardised, generators: Sequence[torch.Generator], device: str) -> Learner:
         sizes, count = (data.x_train.shape[-1], config["hidden"], data.y_train.shape[-1]), len(generators)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,12 +23,14 @@ from noisygrad.data import Split, Standardised, Table, load_table, splits_of, st
 from noisygrad.data.own_csv import read_csv_table
 from noisygrad.experiments.cells import Cell, Job
 from noisygrad.experiments.environment import device_name
-from noisygrad.experiments.methods import Problem, find_method
+from noisygrad.experiments.methods import Config, Problem, find_method
 from noisygrad.training.learner import Learner
 from noisygrad.training.replicas import Execution, Streams, train_replicas
 from noisygrad.training.threads import one_thread
 
 EXPERIMENT = "regression"
+VALIDATION = "regression-validation"
+"""The same on rows held out of the training part: settings are chosen there, and the test rows stay unseen."""
 DATA = ("boston", "concrete", "energy", "kin8nm", "naval-turbine", "naval", "power", "protein", "wine", "yacht")
 """The paper's nine sets, naval as both tasks."""
 MORE_DATA = ("year", "diabetes")
@@ -38,6 +40,7 @@ _LARGE = 3000
 """From so many rows on, batches are of 100, as the paper says; of 500 for year."""
 _WIDE = ("protein", "year")
 OWN_SPLITS = 20
+_HELD_OUT = 0.2
 
 Report = Callable[[float, str], None]
 
@@ -51,6 +54,8 @@ def plan(
     data_dir: str | Path | None = None,
     csv: tuple[str, str] | None = None,
     seed: int = 0,
+    validation: bool = False,
+    settings: Mapping[str, Any] | None = None,
 ) -> list[Job]:
     """The jobs of a run, the cheap ones first.
 
@@ -62,7 +67,11 @@ def plan(
         data_dir: Where the data lie.
         csv: A file of the user's own and its target column.
         seed: Of all random numbers; a replicate's seed follows from it.
+        validation: Measure on a fifth of each training part, held out of it, instead of the test rows.
+        settings: Instead of each method's own, by name; the jobs are named after them. For validation alone.
     """
+    if settings and not validation:
+        raise ValueError("settings are chosen on rows held out of the training part: ask for validation")
     jobs = []
     for name in data:
         table = _table(name, data_dir, csv)
@@ -72,13 +81,22 @@ def plan(
             if not entry.fits(problem):
                 continue
             config = entry.config(problem) | {"seed": seed} | ({} if epochs is None else {"epochs": epochs})
+            config = _changed(method, config, settings or {}) | ({"validation": True} if validation else {})
             if csv is not None:
                 content = hashlib.sha256(Path(csv[0]).read_bytes()).hexdigest()
                 config |= {"csv": Path(csv[0]).name, "sha256": content, "target": csv[1]}
             steps = config["epochs"] * table.rows / config["batch_size"]
             replicates = tuple(range(count if splits is None else min(splits, count)))
-            jobs.append(Job(data=name, method=method, replicates=replicates, config=config, cost=steps * entry.cost))
+            label = " ".join([method, *(f"{key}={value}" for key, value in (settings or {}).items())])
+            jobs.append(Job(data=name, method=label, replicates=replicates, config=config, cost=steps * entry.cost))
     return sorted(jobs, key=lambda job: job.cost)
+
+
+def _changed(method: str, config: Config, settings: Mapping[str, Any]) -> Config:
+    unknown = [name for name in settings if name not in config]
+    if unknown:
+        raise ValueError(f"{method} has no setting {', '.join(unknown)}; its settings are {', '.join(config)}")
+    return config | dict(settings)
 
 
 def problem_of(table: Table) -> Problem:
@@ -103,16 +121,19 @@ def run_job(
 ) -> list[Cell]:
     """Train the splits of a job at once and measure each on its test rows."""
     table = _table(job.data, data_dir, csv)
+    validation = job.config.get("validation", False)
     splits = _splits(table, csv)
+    if validation:
+        splits = [held_out(split) for split in splits]
     with one_thread(device == "cpu"):
         start = time.perf_counter()
-        data = standardised(table, [splits[replicate] for replicate in job.replicates])
+        data = standardised(table, [splits[replicate] for replicate in job.replicates], ones=job.config.get("ones", ()))
         learner, streams = fit(job, data, device, execution, report)
         metrics = measure(learner, data, streams, job.config["test_samples"])
         seconds = (time.perf_counter() - start) / len(job.replicates)
     return [
         job.cell(
-            EXPERIMENT,
+            VALIDATION if validation else EXPERIMENT,
             replicate,
             {name: float(values[index]) for name, values in metrics.items()},
             seconds=seconds,
@@ -126,7 +147,7 @@ def fit(job: Job, data: Standardised, device: str, execution: Execution, report:
     """The trained learner of a job."""
     config, epochs = job.config, job.config["epochs"]
     streams = Streams.of([config["seed"] * 1000 + replicate for replicate in job.replicates], device)
-    learner = find_method(job.method).learner(config, data, streams.start, device)
+    learner = find_method(job.method.partition(" ")[0]).learner(config, data, streams.start, device)
     x, y = (_tensor(array, learner) for array in (data.x_train, data.y_train))
     every = max(1, epochs // 200)
 
@@ -168,6 +189,13 @@ def measure(learner: Learner, data: Standardised, streams: Streams, samples: int
         found["noise_std"] = prediction.aleatoric.mean((-2, -1)).sqrt() * std
         found["epistemic_std"] = prediction.epistemic.mean((-2, -1)).sqrt() * std
     return {**found, **learner.diagnostics()}
+
+
+def held_out(split: Split) -> Split:
+    """The training rows alone, of which the last fifth is held out; their order is random as it is."""
+    train, _ = split
+    kept = len(train) - max(1, round(_HELD_OUT * len(train)))
+    return train[:kept], train[kept:]
 
 
 def _tensor(array: np.ndarray[Any, Any], learner: Learner) -> Tensor:

@@ -124,6 +124,8 @@ class _Engine:
         self._ahead = max(1, _NOISE_AHEAD // max(1, sum(self._sizes)))
         self._noise = torch.zeros(replicas, self._ahead, sum(self._sizes), dtype=learner.dtype, device=device)
         self._noise_left = 0
+        self._noise_row = torch.zeros_like(self._noise[:, :1])
+        self._x_rows, self._y_rows = (rows[: replicas * batch_size].clone() for rows in (self._x, self._y))
         self._batch_number = torch.zeros(1, dtype=torch.long, device=device)
         self._noise_number = torch.zeros(1, dtype=torch.long, device=device)
         self._steps = 0
@@ -139,7 +141,7 @@ class _Engine:
     def begin_step(self) -> None:
         """Draw the noise of the next steps where none is left."""
         self._steps += 1
-        if self._noise_left == 0 and self._sizes:
+        if self._noise_left == 0:
             for row, generator in zip(self._noise, self._streams.noise, strict=True):
                 row.normal_(generator=generator)
             self._noise_number.zero_()
@@ -151,20 +153,25 @@ class _Engine:
         every = self.learner.refresh_every
         return every > 0 and (self._steps % every == 0 or (self._steps < every and self._steps.bit_count() == 1))
 
-    def advance(self) -> None:
-        """The first part of a step: a function of tensors alone."""
+    def gather(self) -> None:
+        """The rows of the next step. Not compiled: Inductor spoils an index that it fuses with padding."""
         rows = self._order.index_select(1, self._batch_number).flatten()
+        torch.index_select(self._x, 0, rows, out=self._x_rows)
+        torch.index_select(self._y, 0, rows, out=self._y_rows)
+        torch.index_select(self._noise, 1, self._noise_number, out=self._noise_row)
+        self._batch_number.add_(1)
+        self._noise_number.add_(1)
+
+    def advance(self) -> None:
+        """The first part of a step on these rows: a function of tensors alone."""
         replicas, _, batch = self._order.shape
-        x = self._x.index_select(0, rows).unflatten(0, (replicas, batch))
-        y = self._y.index_select(0, rows).unflatten(0, (replicas, batch))
-        numbers = self._noise.index_select(1, self._noise_number).squeeze(1).split(self._sizes, dim=-1)
+        x, y = (rows.unflatten(0, (replicas, batch)) for rows in (self._x_rows, self._y_rows))
+        numbers = self._noise_row.squeeze(1).split(self._sizes, dim=-1)
         noise = {
             name: part.unflatten(-1, shape) if shape else part.squeeze(-1)
             for (name, shape), part in zip(self._shapes.items(), numbers, strict=True)
         }
         self.learner.step_(x, y, noise)
-        self._batch_number.add_(1)
-        self._noise_number.add_(1)
 
     def whole_step(self) -> None:
         """A step that refreshes the factors too."""
@@ -182,21 +189,26 @@ class _Stepper:
             # Every training compiles the same functions anew, and there is a limit to how often that may happen.
             torch.compiler.reset()
 
-        def prepared(work: Callable[[], None]) -> Callable[[], None]:
-            if how == "compiled":
-                work = torch.compile(work, fullgraph=True, dynamic=False, options=engine.learner.compile_options)
+        def prepared(*pieces: Callable[[], None]) -> Callable[[], None]:
+            work = _Work(pieces)
             return _Graph(work) if graphs else work
+
+        def built(piece: Callable[[], None]) -> Callable[[], None]:
+            if how != "compiled":
+                return piece
+            whole = torch.compile(piece, fullgraph=True, dynamic=False, options=engine.learner.compile_options)
+            return _CompiledOrPlain(whole, piece)
 
         learner = engine.learner
         self._whole = None
         if learner.refresh_traceable and learner.refresh_every == 1:
-            self._whole = prepared(engine.whole_step)
+            self._whole = prepared(engine.gather, built(engine.whole_step))
             return
-        self._advance = prepared(engine.advance)
-        self._refresh = prepared(learner.refresh_) if learner.refresh_traceable else learner.refresh_
+        self._advance = prepared(engine.gather, built(engine.advance))
+        self._refresh = prepared(built(learner.refresh_)) if learner.refresh_traceable else learner.refresh_
         # An empty piece of work cannot be captured.
         moves = type(learner).move_ is not Learner.move_
-        self._move = prepared(learner.move_) if moves else learner.move_
+        self._move = prepared(built(learner.move_)) if moves else learner.move_
 
     def step(self, refresh: bool) -> None:
         if self._whole is not None:
@@ -206,6 +218,36 @@ class _Stepper:
         if refresh:
             self._refresh()
         self._move()
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Pieces of work, one after the other."""
+
+    pieces: tuple[Callable[[], None], ...]
+
+    def __call__(self) -> None:
+        for piece in self.pieces:
+            piece()
+
+
+class _CompiledOrPlain:
+    """Compiled work; where the compiler itself fails, the same work uncompiled, with a warning."""
+
+    def __init__(self, compiled: Callable[[], None], plain: Callable[[], None]) -> None:
+        self._work, self._plain = compiled, plain
+
+    def __call__(self) -> None:
+        try:
+            self._work()
+        except RuntimeError as error:
+            # The compiler fails before anything is run, so nothing has changed yet.
+            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise
+            reason = str(error).splitlines()[0]
+            warnings.warn(f"the step could not be compiled and stays as it is, which is slower: {reason}", stacklevel=2)
+            self._work = self._plain
+            self._plain()
 
 
 class _Graph:
