@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import noisygrad as ng
+from noisygrad.optim import CapturedStep
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 OPTIMIZERS = [ng.NoisyAdam, ng.NoisyKFAC, ng.NoisyBlockTridiagonal, ng.NoisyFull]
@@ -128,3 +129,65 @@ def test_labels_out_of_range_and_nan_are_masked_and_reported_at_the_next_refresh
             optimizer.step(lambda x=x, y=y, model=model: (model(x), y))
         with pytest.raises(ng.NonFiniteError):
             optimizer.step(lambda x=x, y=y, model=model: (model(x), y))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("fisher_pass", ["same", "fresh"])
+def test_captured_steps_equal_eager_ones(kind: type[ng.NoisyOptimizer], fisher_pass: str) -> None:
+    """Plain, statistics and refresh steps in turn, with schedules that always change and a new batch each step."""
+    found = []
+    for captured in (False, True):
+        model, optimizer = make(
+            kind,
+            stats_every=3,
+            factor_every=16,
+            kl_clip=lambda step: 1e-2 / step,
+            fisher_decay=lambda step: 1 - 0.2 / step,
+            fisher_pass=fisher_pass,
+        )
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
+        x, y = (tensor.clone() for tensor in batch(torch.Generator("cuda").manual_seed(5)))
+        turn = torch.zeros((), device="cuda")
+        fresh = x.clone()
+
+        def prepare(x=x, turn=turn, fresh=fresh) -> None:
+            x.copy_(fresh * torch.cos(turn))
+            turn.add_(1.0)
+
+        def closure(x=x, y=y, model=model):
+            return model(x), y
+
+        step = CapturedStep(optimizer, closure, prepare)
+        losses = []
+        for _ in range(60):
+            if captured:
+                losses.append(step().clone())
+            else:
+                prepare()
+                losses.append(optimizer.step(closure))
+            scheduler.step()
+        state = optimizer.state_dict()
+        found.append((torch.stack(losses), optimizer.mean.flat.clone(), state))
+    (losses, mean, state), (others, other, captured_state) = found
+    torch.testing.assert_close(others, losses, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(other, mean, rtol=1e-6, atol=1e-8)
+    assert captured_state["steps"] == state["steps"] == 60
+    for name, tensor in state["tensors"].items():
+        torch.testing.assert_close(captured_state["tensors"][name], tensor, rtol=1e-5, atol=1e-7)
+
+
+def test_a_captured_step_reports_bad_numbers_at_the_next_refresh() -> None:
+    model, optimizer = make(ng.NoisyKFAC, stats_every=2, factor_every=32)
+    x, y = (tensor.clone() for tensor in batch(torch.Generator("cuda").manual_seed(5)))
+    step = CapturedStep(optimizer, lambda: (model(x), y))
+    for _ in range(50):
+        step()
+    before = optimizer.mean.flat.clone()
+    x.fill_(float("nan"))
+    for _ in range(5):
+        step()
+    assert torch.equal(optimizer.mean.flat, before)
+    while not optimizer.options.factors_due(optimizer._steps + 1):
+        step()
+    with pytest.raises(ng.NonFiniteError):
+        step()

@@ -1,7 +1,16 @@
 """`torch.optim` optimisers that fit a posterior: noisy Adam, noisy K-FAC, block-tridiagonal and full covariance."""
 
 from noisygrad.optim.base import NoisyOptimizer
+from noisygrad.optim.captured import CapturedStep
 from noisygrad.optim.finite import NonFiniteError
 from noisygrad.optim.optimizers import NoisyAdam, NoisyBlockTridiagonal, NoisyFull, NoisyKFAC
 
-__all__ = ["NoisyAdam", "NoisyBlockTridiagonal", "NoisyFull", "NoisyKFAC", "NoisyOptimizer", "NonFiniteError"]
+__all__ = [
+    "CapturedStep",
+    "NoisyAdam",
+    "NoisyBlockTridiagonal",
+    "NoisyFull",
+    "NoisyKFAC",
+    "NoisyOptimizer",
+    "NonFiniteError",
+]

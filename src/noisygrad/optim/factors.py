@@ -6,7 +6,7 @@ the step. They are one where γ_ex = 0. Refreshing writes into the tensors there
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -84,7 +84,7 @@ class Factors:
         self,
         means: Mapping[str, Statistics],
         examples: Mapping[str, float | Tensor],
-        decay: float,
+        decay: float | Tensor,
         mask: Tensor | None,
     ) -> None:
         """F̄ ← decay_k F̄ + (1 − decay_k) · new, with decay_k = min(1 − 1/(k+1), decay).
@@ -104,9 +104,13 @@ class Factors:
             for index, block in enumerate(self.blocks):
                 if block.name in means:
                     self._update_block(index, means[block.name], examples[block.name], decay, mask)
-        self._seen = [seen + (block.name in means) for seen, block in zip(self._seen, self.blocks, strict=True)]
+        self.count(means)
 
-    def _rate(self, decay: float, mask: Tensor | None, index: int | None = None) -> Tensor:
+    def count(self, names: Container[str]) -> None:
+        """Remember on the host that these blocks were updated; a replayed step does so only on the device."""
+        self._seen = [seen + (block.name in names) for seen, block in zip(self._seen, self.blocks, strict=True)]
+
+    def _rate(self, decay: float | Tensor, mask: Tensor | None, index: int | None = None) -> Tensor:
         """1 − decay_k, with k advanced, of one block or of all at once; 0 where the mask is."""
         counts = self.updates if index is None else self.updates[index]
         counts += 1.0 if mask is None else mask
@@ -115,7 +119,7 @@ class Factors:
         return rate if mask is None else rate * mask
 
     def _update_block(
-        self, index: int, mean: Statistics, examples: float | Tensor, decay: float, mask: Tensor | None
+        self, index: int, mean: Statistics, examples: float | Tensor, decay: float | Tensor, mask: Tensor | None
     ) -> None:
         use = mask
         if isinstance(examples, Tensor):

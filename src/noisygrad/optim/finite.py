@@ -117,11 +117,16 @@ class FiniteGuard:
             bad = self._bad.clone()
             self._bad.zero_()
             self._raise(bad)
-        self._spoilt.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        # In place: a recorded step goes on writing to these.
+        for flags in self._spoilt.values():
+            flags.zero_()
 
     def _raise(self, bad: Tensor) -> None:
         origin = self._origin()
-        self._spoilt.clear()
+        self._forget()
         if bool(bad[-1]) and len(bad) == len(self._bad):
             raise NonFiniteError(
                 "a batch had targets that its likelihood cannot have (labels out of range, NaN, …); the steps since "

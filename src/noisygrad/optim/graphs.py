@@ -1,14 +1,14 @@
-"""Replays of the optimiser's own arithmetic: on a GPU, many small kernels become one launch.
+"""Replays: on a GPU, many small kernels become one launch of a CUDA graph.
 
-Only work on tensors that stay where they are can be replayed: the draw of the weights and the plain step of the mean.
-The user's model is not touched. A captured step of the whole training loop is the user's to make; inside one, and on a
-CPU, everything here runs as it is.
+Only work on tensors that stay where they are can be replayed. The optimiser replays its own arithmetic so, the draw of
+the weights and the plain step of the mean, without touching the user's model (`Replays`); a whole step, with the
+model's, is `noisygrad.optim.CapturedStep`. Inside a capture of somebody else's, and on a CPU, everything runs as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
 
 import torch
 
@@ -16,36 +16,76 @@ from noisygrad.families.factorisation import capturing
 
 WARM_UPS = 3
 
+Work = Callable[[], None]
+Pool = Any  # torch has no public name for it
 
-@dataclass
-class _Entry:
-    key: Hashable
-    runs: int = 0
-    graph: torch.cuda.CUDAGraph | None = None
+
+class Replay:
+    """A piece of work that is recorded once it has run a few times, and replayed from then on.
+
+    Args:
+        work: What to do: a function of tensors that stay where they are.
+        generators: What it draws from, so that every replay has new numbers.
+        pool: Memory of another graph that it may use, where the two never hold something for each other.
+    """
+
+    def __init__(self, work: Work, generators: Iterable[torch.Generator] = (), pool: Pool | None = None) -> None:
+        self._work = work
+        self._generators = tuple(generators)
+        self._pool = pool
+        self._runs = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        """Do the work once."""
+        if self._graph is not None:
+            self._graph.replay()
+        elif self._runs < WARM_UPS:
+            self._runs += 1
+            self._warm_up()
+        else:
+            self._graph = self._recorded()
+            self._graph.replay()
+
+    @property
+    def pool(self) -> Pool | None:
+        """Its memory, for others to share, once it is recorded."""
+        return None if self._graph is None else self._graph.pool()
+
+    def _warm_up(self) -> None:
+        # Beside the usual stream, as torch asks: what autograd keeps for a leaf remembers where it was made.
+        side, usual = torch.cuda.Stream(), torch.cuda.current_stream()
+        side.wait_stream(usual)
+        with torch.cuda.stream(side):
+            self._work()
+        usual.wait_stream(side)
+
+    def _recorded(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        for generator in self._generators:
+            graph.register_generator_state(generator)
+        # Other threads may be training on the same GPU.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            self._work()
+        return graph
 
 
 class Replays:
     """Runs pieces of work by name, as CUDA graphs once they have settled."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
         self._enabled = device.type == "cuda"
-        self._entries: dict[str, _Entry] = {}
+        self._generators = tuple(generators)
+        self._entries: dict[str, tuple[Hashable, Replay]] = {}
 
-    def run(self, name: str, key: Hashable, work: Callable[[], None]) -> None:
+    def run(self, name: str, key: Hashable, work: Work) -> None:
         """Do `work`, whose tensors and numbers must be the same whenever `key` is equal."""
         if not self._enabled or capturing():
             work()
             return
-        entry = self._entries.get(name)
-        if entry is None or entry.key != key:
-            entry = self._entries[name] = _Entry(key)
-        if entry.graph is None:
-            if entry.runs < WARM_UPS:
-                entry.runs += 1
-                work()
-                return
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                work()
-            entry.graph = graph
-        entry.graph.replay()
+        known = self._entries.get(name)
+        if known is None or known[0] != key:
+            pools = (replay.pool for other, (_, replay) in self._entries.items() if other != name)
+            pool = next((pool for pool in pools if pool is not None), None)
+            known = self._entries[name] = (key, Replay(work, self._generators, pool))
+        known[1]()

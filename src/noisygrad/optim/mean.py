@@ -88,36 +88,40 @@ def clip_factor(gradient: Tensor, step: Tensor, groups: Groups, clip: float | Te
 
 
 class Numbers:
-    """Learning rates, trust region and loss as tensors on the device, for a replayed step to read."""
+    """Learning rates, trust region, decay and loss as tensors on the device, for a replayed step to read."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
-        self._known: dict[int, float] = {}
         self.groups: list[dict[str, Any]] = []
         self.clip: Tensor | None = None
+        self.decay = like.new_zeros(())
         self.loss = like.new_zeros(())
-        self._clip_value: float | None = None
+        self._known: dict[str, float] = {}
 
-    def set(self, groups: Sequence[dict[str, Any]], clip: float | None, loss: Tensor | None) -> None:
-        """Bring the tensors up to date; only what has changed is sent."""
-        if loss is not None:
-            self.loss.copy_(loss)
+    def set(self, groups: Sequence[dict[str, Any]], clip: float | None, decay: float) -> None:
+        """Bring the tensors up to date; only what has changed is sent, so a capture after it records nothing of it."""
         if not self.groups:
             self.groups = [{"lr": self._like.new_zeros(())} for _ in groups]
         for index, (mine, group) in enumerate(zip(self.groups, groups, strict=True)):
             mine["momentum"] = group["momentum"]
             if isinstance(group["lr"], Tensor):
                 mine["lr"].copy_(group["lr"])
-            elif self._known.get(index) != group["lr"]:
-                self._known[index] = group["lr"]
-                mine["lr"].fill_(group["lr"])
-        if clip is not None and clip != self._clip_value:
-            self.clip = self._like.new_zeros(()) if self.clip is None else self.clip
-            self.clip.fill_(clip)
-        self._clip_value = clip
+            else:
+                self._send(f"lr {index}", mine["lr"], group["lr"])
+        if clip is not None and self.clip is None:
+            self.clip = self._like.new_zeros(())
+            self._known.pop("clip", None)
         if clip is None:
             self.clip = None
+        elif self.clip is not None:
+            self._send("clip", self.clip, clip)
+        self._send("decay", self.decay, decay)
 
-    def key(self, groups: Sequence[dict[str, Any]], clip: float | None) -> tuple[Any, ...]:
+    def _send(self, name: str, tensor: Tensor, value: float) -> None:
+        if self._known.get(name) != value:
+            self._known[name] = value
+            tensor.fill_(value)
+
+    def key(self, groups: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
         """Whatever a replayed step has as plain numbers."""
-        return (clip is None, id(self.clip), *(group["momentum"] for group in groups))
+        return (self.clip is None, id(self.clip), *(group["momentum"] for group in groups))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,15 +18,22 @@ if TYPE_CHECKING:
 def apply_step(optimizer: NoisyOptimizer, step: int) -> None:
     """Fisher, factors, mean and observation noise from what is pending, in this order."""
     pending, options = optimizer._pending, optimizer.options
-    decay, clip = options.decay_at(step), options.clip_at(step)
+    decay: float | Tensor = options.decay_at(step)
+    clip: float | Tensor | None = options.clip_at(step)
+    groups: Sequence[dict[str, Any]] = optimizer.param_groups
     pending.sum_over(optimizer.ranks, optimizer.factors.statistics)
     optimizer._gradient.read_gradients_()
-    if _is_plain(optimizer, step):
+    if optimizer.device.type == "cuda":
+        # As tensors, so that a step that is recorded now reads the numbers of the step that replays it.
         numbers = optimizer._numbers
-        numbers.set(optimizer.param_groups, clip, pending.loss)
-        key = (optimizer._memory(), numbers.key(optimizer.param_groups, clip))
-        optimizer._replays.run("step", key, lambda: _plain_step(optimizer))
-        return
+        numbers.set(optimizer.param_groups, options.clip_at(step), options.decay_at(step))
+        if pending.loss is not None:
+            numbers.loss.copy_(pending.loss / pending.calls)
+        if _is_plain(optimizer, step):
+            key = (optimizer._memory(), numbers.key(optimizer.param_groups))
+            optimizer._replays.run("step", key, lambda: _plain_step(optimizer))
+            return
+        groups, clip, decay = numbers.groups, numbers.clip, numbers.decay
     _scale_gradient(optimizer)
     # Ranks must agree on what is finite, and each has a loss of its own.
     mask = _watched(optimizer, None if optimizer.ranks.active else pending.loss)
@@ -35,7 +43,7 @@ def apply_step(optimizer: NoisyOptimizer, step: int) -> None:
         if options.factors_due(step):
             optimizer.guard.check()
             optimizer.factors.refresh(dampings(optimizer))
-    _move(optimizer, list(zip(optimizer.param_groups, optimizer._parts, strict=True)), clip, mask)
+    _move(optimizer, list(zip(groups, optimizer._parts, strict=True)), clip, mask)
     if pending.noise is not None:
         _update_noise(optimizer, pending.noise / pending.noise_examples, mask)
 

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from noisygrad.optim.graphs import Replay
 from noisygrad.training.batches import epoch_generator
 from noisygrad.training.learner import Learner
 
@@ -29,7 +30,6 @@ _NOISE_AHEAD = 1 << 19
 """So many random numbers of a replica are drawn at a time. It must not depend on the number of replicas."""
 _WORTH_COMPILING = {"cpu": 5000, "cuda": 100_000}
 """From so many steps on, a compiled step pays for its compilation."""
-_WARM_UPS = 3
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class _Stepper:
 
         def prepared(*pieces: Callable[[], None]) -> Callable[[], None]:
             work = _Work(pieces)
-            return _Graph(work) if graphs else work
+            return Replay(work) if graphs else work
 
         def built(piece: Callable[[], None]) -> Callable[[], None]:
             if how != "compiled":
@@ -248,34 +248,6 @@ class _CompiledOrPlain:
             warnings.warn(f"the step could not be compiled and stays as it is, which is slower: {reason}", stacklevel=2)
             self._work = self._plain
             self._plain()
-
-
-class _Graph:
-    """A piece of work that is replayed once it has run a few times."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
-        self._runs = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self) -> None:
-        if self._graph is not None:
-            self._graph.replay()
-            return
-        if self._runs < _WARM_UPS:
-            self._runs += 1
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self._work()
-            torch.cuda.current_stream().wait_stream(side)
-            return
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may be training on the same GPU.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._work()
-        self._graph = graph
-        graph.replay()
 
 
 def _execution(asked: Execution, device: torch.device, steps: int) -> Execution:

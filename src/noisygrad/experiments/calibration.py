@@ -1,0 +1,120 @@
+"""What a classifier's posterior is worth: accuracy, calibration, strange images and spoilt ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from noisygrad import metrics
+from noisygrad.data.corruptions import CORRUPTIONS, corrupted
+from noisygrad.plots import reliability_bins
+from noisygrad.posterior.posterior import Posterior
+from noisygrad.predictions import CategoricalPrediction
+
+BINS = 15
+STRENGTHS = (1, 2, 3, 4, 5)
+_BATCH = 1000
+
+Figures = dict[str, float | list[float]]
+Normalise = Callable[[Tensor], Tensor]
+"""From images in [0, 1] to what the network is given."""
+
+
+def measured(posterior: Posterior, images: Tensor, labels: Tensor, normalise: Normalise, samples: int) -> Figures:
+    """On test images `[n, C, H, W]` of bytes: accuracies in per cent, nll, ece, brier and the bins of a diagram.
+
+    Three ways to use the draws are measured: the mean of their probabilities, which all else is about, the mean of
+    their logits, and the network of mean weights.
+    """
+    logits = _logits(posterior, _unit(images), normalise, samples)
+    prediction = CategoricalPrediction(logits)
+    probabilities = prediction.probs
+    mean_weights = _right(_mean_logits(posterior, _unit(images), normalise), labels)
+    confidence, right, share = reliability_bins(probabilities.cpu().numpy(), labels.cpu().numpy(), BINS)
+    return {
+        "accuracy": 100.0 * metrics.accuracy(probabilities, labels),
+        "accuracy_of_mean_logits": _right(logits.mean(0), labels),
+        "accuracy_of_mean_weights": mean_weights,
+        "nll": metrics.nll(prediction, labels),
+        "ece": metrics.ece(probabilities, labels, BINS),
+        "brier": metrics.brier(probabilities, labels),
+        "bin_confidence": _list(confidence),
+        "bin_accuracy": _list(right),
+        "bin_share": _list(share),
+    }
+
+
+def out_of_distribution(
+    posterior: Posterior, images: Tensor, strange: Tensor, normalise: Normalise, samples: int
+) -> Figures:
+    """How well entropy and mutual information tell images of the data set from strange ones, by AUROC."""
+    inside, outside = (
+        CategoricalPrediction(_logits(posterior, _unit(each), normalise, samples)) for each in (images, strange)
+    )
+    return {
+        "auroc_entropy": metrics.auroc(inside.entropy, outside.entropy),
+        "auroc_mutual_information": metrics.auroc(inside.mutual_information, outside.mutual_information),
+    }
+
+
+def under_corruption(
+    posterior: Posterior, images: Tensor, labels: Tensor, normalise: Normalise, samples: int, seed: int = 0
+) -> Figures:
+    """Accuracy (per cent), ece and nll at the five strengths of each corruption."""
+    found: dict[str, float | list[float]] = {}
+    for kind in CORRUPTIONS:
+        rows: list[tuple[float, float, float]] = []
+        for strength in STRENGTHS:
+            generator = torch.Generator().manual_seed(seed)
+            spoilt = corrupted(_unit(images), kind, strength, generator)
+            prediction = CategoricalPrediction(_logits(posterior, spoilt, normalise, samples))
+            probabilities = prediction.probs
+            rows.append(
+                (
+                    100.0 * metrics.accuracy(probabilities, labels),
+                    metrics.ece(probabilities, labels, BINS),
+                    metrics.nll(prediction, labels),
+                )
+            )
+        for name, values in zip(("accuracy", "ece", "nll"), zip(*rows, strict=True), strict=True):
+            found[f"{kind}_{name}"] = list(values)
+    return found
+
+
+def accuracy_of(model: torch.nn.Module, images: Tensor, labels: Tensor, normalise: Normalise) -> float:
+    """Of the network as it is, in evaluation mode, in per cent; the mode is left as it was."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            outputs = [model(normalise(_unit(part))) for part in images.split(_BATCH)]
+    finally:
+        model.train(training)
+    return _right(torch.cat(outputs), labels)
+
+
+def _unit(images: Tensor) -> Tensor:
+    """Bytes as numbers in [0, 1]."""
+    return images.float() / 255.0
+
+
+def _logits(posterior: Posterior, images: Tensor, normalise: Normalise, samples: int) -> Tensor:
+    # The same draws for all that a posterior is asked, so that differences are the images'.
+    generator = torch.Generator(images.device).manual_seed(0)
+    return posterior.outputs(normalise(images), samples, batch_size=_BATCH, generator=generator)
+
+
+def _mean_logits(posterior: Posterior, images: Tensor, normalise: Normalise) -> Tensor:
+    with posterior.at_mean() as model, torch.no_grad():
+        return torch.cat([model(normalise(part)) for part in images.split(_BATCH)])
+
+
+def _right(logits: Tensor, labels: Tensor) -> float:
+    return 100.0 * float((logits.argmax(-1) == labels).double().mean())
+
+
+def _list(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[float]:
+    return [float(value) for value in values]

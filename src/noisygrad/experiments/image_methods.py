@@ -1,0 +1,233 @@
+"""The methods of the classification experiments by the paper's names: their settings, and how a step of each is made.
+
+A configuration is a suffix of the method: `noisy-K-FAC/D+B` is trained with augmented data (D) and batch normalisation
+(B). Constants are those of the released code where it has any (`docs/reproduce.md`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from noisygrad.baselines.bbb_network import BayesByBackprop
+from noisygrad.likelihoods import Categorical
+from noisygrad.optim import CapturedStep, NoisyAdam, NoisyKFAC
+from noisygrad.optim.graphs import Replays
+from noisygrad.posterior.posterior import Posterior
+from noisygrad.posterior.prior import BlockPriors
+from noisygrad.posterior.structure import build_structure
+from noisygrad.posterior.weights import FlatWeights
+
+Config = dict[str, Any]
+
+METHODS = ("SGD", "K-FAC", "K-FAC+WD", "BBB", "noisy-Adam", "noisy-K-FAC")
+CONFIGURATIONS: dict[str, tuple[bool, bool]] = {
+    "plain": (False, False),
+    "D": (True, False),
+    "B": (False, True),
+    "D+B": (True, True),
+}
+"""Whether the data are augmented, and whether there is batch normalisation."""
+LEARNED_NORM = "learned-norm"
+
+_CIFAR_PRIOR = {"plain": (0.5, 0.1, 1e-3), "D": (0.1, 0.1, 1e-3), "B": (0.5, 1.0, 1e-2), "D+B": (0.1, 1.0, 1e-2)}
+"""λ, η and the trust region c₀ of the released configurations."""
+
+
+class UnknownImageMethodError(ValueError):
+    """A method or a configuration that does not exist; the message lists those that do."""
+
+
+def full_name(method: str, configuration: str, *, learned_norm: bool = False) -> str:
+    """As cells name it."""
+    parts = [method] + ([] if configuration == "plain" else [configuration]) + ([LEARNED_NORM] if learned_norm else [])
+    return "/".join(parts)
+
+
+def settings(method: str, configuration: str) -> Config:
+    """What a method is set to on CIFAR-10; λ, η and c₀ depend on the configuration."""
+    if method not in METHODS:
+        raise UnknownImageMethodError(f"there is no method {method!r}; the methods are {', '.join(METHODS)}")
+    if configuration not in CONFIGURATIONS:
+        raise UnknownImageMethodError(
+            f"there is no configuration {configuration!r}; the configurations are {', '.join(CONFIGURATIONS)}"
+        )
+    kl_weight, prior_variance, clip = _CIFAR_PRIOR[configuration]
+    natural: Config = {
+        "lr": 0.01,
+        "lr_drops": [],
+        "momentum": 0.9,
+        "damping": 1e-3,
+        "fisher_decay": 0.99,
+        "stats_every": 10,
+        "factor_every": 200,
+        "kl_clip": clip,
+        "kl_clip_decay": 0.95,
+        "kl_weight": kl_weight,
+        "prior_variance": prior_variance,
+        "noise": True,
+        "test_samples": 10,
+    }
+    if method == "SGD":
+        return {"lr": 0.05, "lr_drops": [0.5, 0.75], "momentum": 0.9, "test_samples": 1}
+    if method == "BBB":
+        own = {"lr": 1e-3, "lr_drops": [0.5, 0.75], "initial_std": 0.01, "test_samples": 10}
+        return own | {"kl_weight": kl_weight, "prior_variance": prior_variance}
+    if method == "noisy-Adam":
+        return natural | {"fisher_decay": 0.995, "factor_every": 10, "kl_clip": 1e-4, "kl_clip_decay": 1.0}
+    if method == "noisy-K-FAC":
+        return natural
+    point = natural | {"noise": False, "test_samples": 1}
+    return point if method == "K-FAC+WD" else point | {"prior_variance": None}
+
+
+@dataclass
+class Trainer:
+    """A method at work on one network."""
+
+    optimizer: torch.optim.Optimizer
+    step: Callable[[], Tensor]
+    """One step on the batch that the buffers hold; returns its loss."""
+    posterior: Callable[[], Posterior]
+    """What it has learned; a point estimate for the methods without noise."""
+
+
+def make_trainer(
+    method: str,
+    config: Config,
+    model: nn.Module,
+    *,
+    num_data: int,
+    steps_per_epoch: int,
+    inputs: Tensor,
+    labels: Tensor,
+    prepare: Callable[[], None],
+    seed: int,
+) -> Trainer:
+    """The method for a network whose batches appear in `inputs` and `labels` whenever `prepare` has run."""
+
+    def closure() -> tuple[Tensor, Tensor]:
+        return model(inputs), labels
+
+    likelihood = Categorical()
+    if method == "SGD":
+        return _sgd(config, model, closure, prepare, likelihood, num_data)
+    if method == "BBB":
+        return _bbb(config, model, closure, prepare, likelihood, num_data, seed)
+    kind = NoisyAdam if method == "noisy-Adam" else NoisyKFAC
+    start, decay = config["kl_clip"], config["kl_clip_decay"]
+    optimizer = kind(
+        model,
+        likelihood,
+        num_data=num_data,
+        lr=config["lr"],
+        kl_weight=config["kl_weight"],
+        prior_variance=math.inf if config["prior_variance"] is None else config["prior_variance"],
+        damping=config["damping"],
+        fisher_decay=config["fisher_decay"],
+        momentum=config["momentum"],
+        momentum_mode="heavy_ball",
+        stats_every=config["stats_every"],
+        factor_every=config["factor_every"],
+        kl_clip=lambda step: start * decay ** ((step - 1) // steps_per_epoch),
+        noise=config["noise"],
+        fisher_pass="fresh",
+        seed=seed,
+    )
+    return Trainer(optimizer, CapturedStep(optimizer, closure, prepare), optimizer.posterior)
+
+
+def _sgd(
+    config: Config,
+    model: nn.Module,
+    closure: Callable[[], tuple[Tensor, Tensor]],
+    prepare: Callable[[], None],
+    likelihood: Categorical,
+    num_data: int,
+) -> Trainer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=config["momentum"])
+
+    def move() -> Tensor:
+        loss = F.cross_entropy(*closure())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    plain = getattr(model, "module", model)
+    step = _replayed(optimizer, plain, move, prepare)
+    return Trainer(optimizer, step, lambda: _point(plain, likelihood, num_data))
+
+
+def _bbb(
+    config: Config,
+    model: nn.Module,
+    closure: Callable[[], tuple[Tensor, Tensor]],
+    prepare: Callable[[], None],
+    likelihood: Categorical,
+    num_data: int,
+    seed: int,
+) -> Trainer:
+    plain = getattr(model, "module", model)
+    optimizer = BayesByBackprop(
+        plain,
+        likelihood,
+        num_data=num_data,
+        lr=config["lr"],
+        kl_weight=config["kl_weight"],
+        prior_variance=config["prior_variance"],
+        initial_std=config["initial_std"],
+        seed=seed,
+    )
+    step = _replayed(optimizer, plain, lambda: optimizer.step(closure), prepare, optimizer.generator)
+    return Trainer(optimizer, step, optimizer.posterior)
+
+
+def _replayed(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    move: Callable[[], Tensor],
+    prepare: Callable[[], None],
+    *generators: torch.Generator,
+) -> Callable[[], Tensor]:
+    """A step that is replayed on a GPU, and recorded anew when its learning rate or the model's mode changes."""
+    device = next(model.parameters()).device
+    replays = Replays(device, generators)
+    loss = torch.zeros((), device=device)
+
+    def work() -> None:
+        prepare()
+        loss.copy_(move())
+
+    def step() -> Tensor:
+        replays.run("step", (optimizer.param_groups[0]["lr"], model.training), work)
+        return loss
+
+    return step
+
+
+@torch.no_grad()
+def _point(model: nn.Module, likelihood: Categorical, num_data: int) -> Posterior:
+    """A network without uncertainty, as a posterior whose draws are all the same."""
+    structure = build_structure(model, "diagonal", noise=(False,))
+    device = next(model.parameters()).device
+    likelihood.bind(structure.replicas, device, torch.float32)
+    mean = FlatWeights.zeros(structure, torch.float32, device)
+    mean.read_parameters_()
+    return Posterior(
+        model,
+        likelihood,
+        structure,
+        mean.flat,
+        {block.name: block.identity(torch.float32, device) for block in structure.blocks},
+        BlockPriors.build(structure, 1.0, None, torch.float32, device),
+        num_data=num_data,
+        kl_weight=1.0,
+        damping_mode="factored",
+    )

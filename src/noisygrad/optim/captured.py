@@ -1,0 +1,70 @@
+"""A whole training step as CUDA graphs: the batch, the model, its gradient, statistics and the move of the mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from noisygrad.optim.base import NoisyOptimizer
+from noisygrad.optim.closures import Closure
+from noisygrad.optim.graphs import Replays
+
+
+class CapturedStep:
+    """`optimizer.step(closure)` without Python between the kernels; call it once for each step.
+
+    Steps that only move the mean and steps that take statistics are recorded apart and replayed. Steps that refresh the
+    factors, one in `factor_every`, run as they are, for they wait for the GPU anyway. Learning rates, the trust region
+    and the decay may change from step to step; the model's mode may too, and is recorded anew.
+
+    On a CPU, and in a distributed training, every step runs as it is.
+
+    Args:
+        optimizer: A noisy optimiser.
+        closure: Returns (output, target), computed from tensors that stay where they are. What is in them may change.
+        prepare: Run before each step, as part of it: fills those tensors, by counters that are tensors too.
+
+    Example:
+        step = CapturedStep(optimizer, lambda: (model(x), y))
+        for batch in loader:
+            x.copy_(batch[0]), y.copy_(batch[1])
+            loss = step()
+    """
+
+    def __init__(self, optimizer: NoisyOptimizer, closure: Closure, prepare: Callable[[], None] | None = None) -> None:
+        self._optimizer = optimizer
+        self._closure = closure
+        self._prepare = prepare
+        self._captures = optimizer.device.type == "cuda" and not optimizer.ranks.active
+        self._replays = Replays(optimizer.device, optimizer.generators)
+
+    @torch.no_grad()
+    def __call__(self) -> Tensor:
+        """One step; returns its loss, in a tensor that the next step may overwrite."""
+        optimizer, options = self._optimizer, self._optimizer.options
+        step = optimizer._steps + 1
+        if not self._captures or options.factors_due(step):
+            return self._as_it_is()
+        numbers = optimizer._numbers
+        numbers.set(optimizer.param_groups, options.clip_at(step), options.decay_at(step))
+        statistics = options.stats_due(step)
+        key = (optimizer._memory(), numbers.key(optimizer.param_groups), self._mode())
+        self._replays.run("statistics" if statistics else "plain", key, self._work)
+        if optimizer._steps < step:  # a replay: nothing on the host has noticed
+            optimizer._steps = step
+            if statistics:
+                optimizer.factors.count([block.name for block in optimizer.factors.blocks])
+        return numbers.loss
+
+    def _work(self) -> None:
+        self._as_it_is()
+
+    def _as_it_is(self) -> Tensor:
+        if self._prepare is not None:
+            self._prepare()
+        return self._optimizer.step(self._closure)
+
+    def _mode(self) -> tuple[bool, ...]:
+        return tuple(module.training for module in self._optimizer.model.modules())
