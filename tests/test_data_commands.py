@@ -130,7 +130,7 @@ def test_fetch_all_asks_for_every_file_once(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr("noisygrad.data.fetch.fetch", lambda name, *_, **__: asked.append(name) or [])
     assert run("fetch", "all", "--data-dir", tmp_path).exit_code == 0
-    assert asked == [name for name in DATA_SETS if name not in {"naval-turbine", "diabetes"}]
+    assert asked == [name for name in DATA_SETS if name not in {"naval-turbine", "diabetes", "digits"}]
 
 
 def test_unknown_name_lists_the_known_ones(tmp_path):

@@ -30,7 +30,7 @@ class UnknownDataSetError(ValueError):
 class DataSet:
     """One entry of the catalogue.
 
-    A `table` is a regression set; `images` are official files that are kept as they are.
+    A `table` is a regression set; `images` are official files that are kept as they are, or come with a package.
     """
 
     name: str
@@ -258,6 +258,16 @@ _ENTRIES = (
         },
         rows=70000,
         features=784,
+        splits=1,
+    ),
+    DataSet(
+        name="digits",
+        kind="images",
+        about="1797 grey images of 8×8 of handwritten digits, four fifths of each class for training",
+        licence="CC BY 4.0 (Alpaydin & Kaynak 1998; comes with scikit-learn)",
+        address="",
+        rows=1797,
+        features=64,
         splits=1,
     ),
 )

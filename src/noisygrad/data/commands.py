@@ -116,10 +116,10 @@ def verify_sets(data_dir: Directory = None) -> None:
                 check_images(entry, directory)
             else:
                 deviation = f"{load_table(entry.name, directory).y.std():.5f}"
-                if not entry.files:
-                    checksum = "with scikit-learn"
-                elif None in entry.files.values():
+                if None in entry.files.values():
                     checksum = "none known; shape and range ok"
+            if not entry.files:
+                checksum = "with scikit-learn"
         except MissingDataError:
             missing = [file for file in entry.files if not (directory / file).is_file()]
             present = "no" if len(missing) == len(entry.files) else "in part"
@@ -149,7 +149,7 @@ def _size(entry: DataSet) -> str:
 
 def _protocol(entry: DataSet) -> str:
     if entry.kind == "images":
-        return "the official files are the split"
+        return "the official files are the split" if entry.files else "1 fixed split"
     if entry.first_rows_train is not None:
         return f"1 split: the first {entry.first_rows_train} rows are for training"
     return f"{entry.splits} splits, 90 % for training"

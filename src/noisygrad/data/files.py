@@ -9,6 +9,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,7 +65,7 @@ def read_arrays(entry: DataSet, directory: Path) -> dict[str, NDArray[np.float64
     (relative,) = entry.files
     content = _read(entry, directory, relative)
     try:
-        arrays = _unpack(content)
+        arrays = unpack_arrays(content)
         check_arrays(entry, arrays)
     except DamagedDataError as error:
         raise refused(entry, directory, directory / relative, str(error)) from error
@@ -77,16 +78,37 @@ def check_images(entry: DataSet, directory: Path) -> None:
     Raises `DamagedDataError` after renaming a file whose checksum is wrong; else `MissingDataError` if one is missing.
     """
     missing: MissingDataError | None = None
-    for relative, wanted in entry.files.items():
+    for relative in entry.files:
         try:
-            found = hashlib.sha256(_read(entry, directory, relative)).hexdigest()
+            read_official(entry, directory, relative)
         except MissingDataError as error:
             missing = missing or error
-            continue
-        if wanted is not None and found != wanted:
-            raise refused(entry, directory, directory / relative, f"its checksum is {found}, expected {wanted}")
     if missing is not None:
         raise missing
+
+
+def read_official(entry: DataSet, directory: Path, relative: str) -> bytes:
+    """The content of one file of a set of images.
+
+    Raises `MissingDataError` with the command that fetches it, or `DamagedDataError` after renaming a wrong file.
+    """
+    content = _read(entry, directory, relative)
+    wanted = entry.files[relative]
+    if wanted is not None and (found := hashlib.sha256(content).hexdigest()) != wanted:
+        raise refused(entry, directory, directory / relative, f"its checksum is {found}, expected {wanted}")
+    return content
+
+
+def unpack_arrays(content: bytes) -> dict[str, NDArray[Any]]:
+    """The arrays of an npz file; raises `DamagedDataError` for anything else, and never unpickles."""
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    # What numpy and zipfile raise for a file cut short, of another kind, or with pickled objects in it.
+    except (ValueError, OSError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+        raise DamagedDataError(f"it cannot be read as an npz file ({error})") from error
+    except (AttributeError, TypeError) as error:  # a lone .npy array is no archive
+        raise DamagedDataError("it is not an npz file") from error
 
 
 def fetch_command(entry: DataSet, directory: Path) -> str:
@@ -122,14 +144,3 @@ def _read(entry: DataSet, directory: Path, relative: str) -> bytes:
         command = fetch_command(entry, directory)
         raise MissingDataError(f"the {entry.name} data is not at {path}. To fetch it: {command}")
     return path.read_bytes()
-
-
-def _unpack(content: bytes) -> dict[str, NDArray[np.float64]]:
-    try:
-        with np.load(io.BytesIO(content), allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
-    # What numpy and zipfile raise for a file cut short, of another kind, or with pickled objects in it.
-    except (ValueError, OSError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
-        raise DamagedDataError(f"it cannot be read as an npz file ({error})") from error
-    except (AttributeError, TypeError) as error:  # a lone .npy array is no archive
-        raise DamagedDataError("it is not an npz file") from error

@@ -35,7 +35,7 @@ def splits_of(name: str) -> list[Split]:
     """The standard splits of a data set: 20; protein 5; year 1, with the rows in their given order."""
     entry = data_set(name)
     if entry.kind != "table":
-        raise ValueError(f"{name} holds images, whose official files are the split")
+        raise ValueError(f"{name} holds images, which have one fixed split: load_images gives it")
     if entry.first_rows_train is not None:
         order = np.arange(entry.rows, dtype=np.intp)
         return [(order[: entry.first_rows_train], order[entry.first_rows_train :])]
