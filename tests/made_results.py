@@ -103,7 +103,77 @@ def write_precision(folder: Path, sizes: tuple[int, ...] = (210, 240, 16)) -> No
     (folder / "precision-matrices.json").write_text(json.dumps(settings))
 
 
+def classified(method: str, replicate: int, metrics: dict, data: str = "cifar10", **changes) -> Cell:
+    """A cell of the classification experiment with these metrics and no others."""
+    configuration = f"/{method}/"
+    batch_norm = "/B/" in configuration or "/D+B/" in configuration
+    augment = "/D/" in configuration or "/D+B/" in configuration
+    config = {"epochs": 150, "augment": augment, "batch_norm": batch_norm, "kl_weight": 0.1 if augment else 0.5}
+    values = {"experiment": "classification", "config": config, "seconds": 900.0}
+    return cell(data, method, replicate, metrics, **{**values, **changes})
+
+
+def trained(method: str, replicate: int, accuracy: float, ece: float, data: str = "cifar10") -> Cell:
+    """A cell with everything that is ever measured, around an accuracy and a calibration."""
+    noisy = method.split("/", maxsplit=1)[0] in ("BBB", "noisy-Adam", "noisy-K-FAC")
+    draw = random.Random(f"{method} {replicate}")
+    epochs = list(range(1, 151))
+    climb = [1 - np.exp(-epoch / 25) for epoch in epochs]
+    confidence = (np.arange(15) + 0.5) / 15
+    share = np.where(confidence > 0.2, confidence**4, 0.0)
+    share /= share.sum()
+    metrics = {
+        "accuracy": accuracy,
+        "accuracy_of_mean_logits": accuracy - 0.1 * noisy,
+        "accuracy_of_mean_weights": accuracy - 0.9 * noisy,
+        "nll": (100 - accuracy) / 30 + 5 * ece,
+        "ece": ece,
+        "brier": (100 - accuracy) / 70,
+        "epochs": epochs,
+        "test_accuracy": [10 + (accuracy - 10) * rise + draw.gauss(0, 0.4) for rise in climb],
+        "train_loss": [2.3 * (1.02 - rise) * (1.5 if noisy else 1.0) for rise in climb],
+        "bin_confidence": np.where(share > 0, confidence, 0).tolist(),
+        "bin_accuracy": np.where(share > 0, np.clip(confidence - ece, 0, 1), 0).tolist(),
+        "bin_share": share.tolist(),
+        "step_ms": 3.4 if noisy else 1.9,
+    }
+    if data == "cifar10":
+        metrics["auroc_entropy"] = 0.9 - ece
+        if noisy:
+            metrics["auroc_mutual_information"] = 0.91 - ece
+        for number, kind in enumerate(("noise", "blur", "contrast"), start=1):
+            metrics[f"{kind}_accuracy"] = [accuracy - number * 3 * strength for strength in range(1, 6)]
+            metrics[f"{kind}_ece"] = [ece * (1 + number * strength / 3) for strength in range(1, 6)]
+            metrics[f"{kind}_nll"] = [1.0 + ece * strength for strength in range(1, 6)]
+    return classified(method, replicate, metrics, data)
+
+
+def write_classification(folder: Path) -> None:
+    """All of Table 2 but one place, a failed seed, a variant, and two small data sets."""
+    draw = random.Random(2)
+    cells = []
+    for method in paper.TABLE_2_METHODS:
+        for configuration in ("", "/D", "/B", "/D+B"):
+            name = method + configuration
+            if (method == "K-FAC+WD" and configuration) or name == "SGD/D+B":
+                continue
+            quoted = paper.quoted(name, "cifar10")
+            middle = quoted["accuracy"].mean if quoted else 70.0
+            ece = 0.02 if method == "noisy-K-FAC" else 0.05 if method.startswith("noisy") else 0.11
+            shift = draw.uniform(-1.2, 1.0)
+            cells += [
+                trained(name, seed, middle + shift + draw.gauss(0, 0.2), ece + 0.001 * seed)
+                for seed in range(3 if method in ("K-FAC", "noisy-K-FAC") else 1)
+            ]
+    cells += [trained("noisy-K-FAC/B/learned-norm", 0, 88.6, 0.018)]
+    cells += [classified("BBB/B", 1, {}, error="not finite: nll = nan")]
+    for data, accuracy in (("mnist", 99.2), ("digits", 97.8)):
+        cells += [trained(method, seed, accuracy, 0.01, data) for method in ("SGD", "noisy-K-FAC") for seed in (0, 1)]
+    Results(folder, "classification").append(cells)
+
+
 def write_all(folder: Path) -> None:
     write_regression(folder)
+    write_classification(folder)
     write_convergence(folder)
     write_precision(folder)

@@ -82,6 +82,25 @@ def test_reliability_diagram_of_several_shares_axes():
     assert render(figure)
 
 
+def test_reliability_of_bins_is_the_same_picture():
+    probs = torch.softmax(torch.randn(80, 3, generator=seeded()), -1)
+    labels = torch.randint(3, (80,), generator=seeded(2))
+    bins = plots.reliability_bins(probs, labels)
+    assert render(plots.reliability_of_bins({"point": bins})) == render(
+        plots.reliability_diagram({"point": probs}, labels)
+    )
+    assert bins.share.sum() == pytest.approx(1.0)
+
+
+def test_reliability_panels_go_in_rows_with_colours_of_choice():
+    bins = plots.reliability_bins(torch.eye(3), torch.arange(3), bins=5)
+    figure = plots.reliability_of_bins(dict.fromkeys("abc", bins), colours={"a": "#123456"}, columns=2)
+    tops = figure.axes[:2] + figure.axes[4:6]
+    assert [axes.get_visible() for axes in tops] == [True, True, True, False]
+    assert {axes.get_title(loc="left")[0] for axes in tops[:3]} == set("abc")
+    assert matplotlib.colors.to_hex(tops[0].patches[0].get_facecolor()) == "#123456"
+
+
 def test_certain_and_right_is_calibrated():
     labels = torch.arange(4)
     (title,) = titles(plots.reliability_diagram(torch.eye(4), labels))
@@ -126,6 +145,11 @@ def test_learning_curve_names_its_lines():
         (lambda: plots.predictive_intervals(regression()[0], torch.zeros(3)), "expected 30"),
         (lambda: plots.reliability_diagram(torch.ones(3), torch.zeros(3)), r"\[examples, classes\]"),
         (lambda: plots.reliability_diagram(torch.eye(3), torch.zeros(3), bins=0), "at least 1"),
+        (lambda: plots.reliability_of_bins({}), "nothing to draw"),
+        (
+            lambda: plots.ReliabilityBins(share=np.ones(2), confidence=np.ones(2), accuracy=np.ones(3)),
+            "one share, confidence and accuracy",
+        ),
     ],
 )
 def test_mistakes_are_explained(draw, message):

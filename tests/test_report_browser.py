@@ -12,6 +12,7 @@ import pytest
 import made_results
 from noisygrad.experiments.cells import Results
 from noisygrad.report import paper, site
+from noisygrad.report.configurations import CONFIGURATIONS
 from noisygrad.report.regression import METRICS
 from noisygrad.report.study import Study
 
@@ -112,6 +113,14 @@ def test_tables_are_whole_and_judged(desktop, results):
     ]
 
 
+def test_accuracies_are_methods_by_configurations(desktop):
+    (table,) = (table for table in desktop["comparisons"] if table["columns"][0] == "method")
+    assert table["columns"] == ["method", *CONFIGURATIONS]
+    assert table["rows"] == len(paper.TABLE_2_METHODS) + 1
+    judged = [classes for classes in table["verdicts"] if {"better", "within", "worse"} & set(classes.split())]
+    assert len(judged) == 16
+
+
 def test_colours_differ(desktop):
     colours = desktop["backgrounds"]
     assert len(set(colours.values())) == 3
@@ -119,7 +128,7 @@ def test_colours_differ(desktop):
 
 
 def test_figures_are_drawn(desktop):
-    assert len(desktop["images"]) == 3
+    assert len(desktop["images"]) == 10
     for complete, *sizes in desktop["images"]:
         assert complete
         assert min(sizes) > 100

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec
 import matplotlib
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 # Neutral colours, each as (on light paper, on dark): a page may exchange the first for the second.
 INK, MUTED, GRID, SURFACE = "#1b2430", "#5f6b78", "#dde3e9", "#fefefe"
@@ -72,6 +73,11 @@ def styled(draw: Callable[Parameters, Figure]) -> Callable[Parameters, Figure]:
             return figure
 
     return drawn
+
+
+def spaced() -> ConstrainedLayoutEngine:
+    """A layout for several rows of panels, with room between the labels of one and the title of the next."""
+    return ConstrainedLayoutEngine(h_pad=0.11, w_pad=0.11)
 
 
 def colour_of(name: str, position: int = 0) -> str:

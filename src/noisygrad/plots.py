@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -20,7 +21,7 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter
 from numpy.typing import NDArray
 from torch import Tensor
 
-from noisygrad.palette import HEAT, INK, MUTED, SURFACE, VERMILION, colour_of, styled
+from noisygrad.palette import HEAT, INK, MUTED, SURFACE, VERMILION, colour_of, spaced, styled
 from noisygrad.predictions import Prediction, RegressionPrediction
 
 Array: TypeAlias = NDArray[Any]
@@ -167,7 +168,47 @@ def function_bands(
     return figure
 
 
-@styled
+@dataclass(frozen=True, kw_only=True)
+class ReliabilityBins:
+    """Equal bins of confidence from 0 to 1; a bin without examples has a share of 0, and its other values are ignored.
+
+    Raises ValueError unless there is one share, confidence and accuracy for each bin.
+    """
+
+    share: Array
+    confidence: Array
+    accuracy: Array
+
+    def __post_init__(self) -> None:
+        shapes = {self.share.shape, self.confidence.shape, self.accuracy.shape}
+        if len(shapes) > 1 or self.share.ndim != 1 or not self.share.size:
+            raise ValueError(f"bins have shapes {sorted(shapes)}; expected one share, confidence and accuracy for each")
+
+
+def reliability_bins(probabilities: Values, labels: Values, bins: int = 15) -> ReliabilityBins:
+    """Sort examples by the confidence of their prediction.
+
+    Args:
+        probabilities: Class probabilities `[examples, classes]`.
+        labels: The true classes.
+        bins: Number of bins of confidence.
+    """
+    if bins < 1:
+        raise ValueError(f"bins must be at least 1; got {bins}")
+    probs, true = array(probabilities), array(labels)
+    if probs.ndim != 2 or true.shape != probs.shape[:1]:
+        raise ValueError(
+            f"got probabilities of shape {probs.shape} and labels of shape {true.shape}; expected "
+            "[examples, classes] and [examples]"
+        )
+    confidence, right = probs.max(1).astype(np.float64), probs.argmax(1) == true
+    edges = np.linspace(0.0, 1.0, bins + 1)
+    place = np.clip(np.searchsorted(edges, confidence, side="right") - 1, 0, bins - 1)
+    count = np.bincount(place, minlength=bins)
+    mean = [np.bincount(place, weights=of, minlength=bins) / np.maximum(count, 1) for of in (confidence, right)]
+    return ReliabilityBins(share=count / true.size, confidence=mean[0], accuracy=mean[1])
+
+
 def reliability_diagram(probabilities: Values | Mapping[str, Values], labels: Values, bins: int = 15) -> Figure:
     """Accuracy against confidence in equal bins, with the expected calibration error and where the confidences lie.
 
@@ -176,57 +217,61 @@ def reliability_diagram(probabilities: Values | Mapping[str, Values], labels: Va
         labels: The true classes.
         bins: Number of bins of confidence.
     """
-    if bins < 1:
-        raise ValueError(f"bins must be at least 1; got {bins}")
     named: dict[str, Values] = _named(probabilities)
-    columns = len(named)
-    figure = Figure(figsize=(4.6 * columns + 0.4, 5.4), layout="constrained")
-    grid = figure.subplots(2, columns, squeeze=False, sharex=True, sharey="row", height_ratios=(3.4, 1))
-    edges = np.linspace(0.0, 1.0, bins + 1)
-    middle, width = (edges[:-1] + edges[1:]) / 2, 0.92 / bins
-    for index, (name, values) in enumerate(named.items()):
-        share, confidence, accuracy = _reliability(array(values), array(labels), edges)
-        error, gap = (
-            float((share * np.abs(accuracy - confidence)).sum()),
-            float((share * (accuracy - confidence)).sum()),
-        )
-        top, bottom = grid[0, index], grid[1, index]
-        top.plot([0, 1], [0, 1], color=MUTED, lw=1.2, ls=(0, (4, 3)), label="calibrated")
-        used, colour = share > 0, colour_of(name or "kronecker", index)
-        top.bar(middle[used], accuracy[used], width, color=colour, label="accuracy in the bin")
-        top.bar(
-            middle[used], (confidence - accuracy)[used], width, bottom=accuracy[used], facecolor="none",
-            edgecolor=VERMILION, hatch="/////", lw=1.0, label="gap to its confidence",
-        )  # fmt: skip
-        verdict = "calibrated" if error < 0.01 else "too sure" if gap < 0 else "not sure enough"
-        _title(top, name, f"ECE {100 * error:.1f} %, {verdict}")
-        bottom.bar(middle, share, width, color=colour)
-        top.set(xlim=(0, 1), ylim=(0, 1.02))
-        bottom.set(xlabel="confidence", yticks=[0, 0.5, 1], ylim=(0, 1))
-        for axes in (top, bottom):
-            axes.xaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
-            axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
-            axes.tick_params(length=0)
-    grid[0, 0].set_ylabel("accuracy")
-    grid[1, 0].set_ylabel("examples")
+    return reliability_of_bins({name: reliability_bins(values, labels, bins) for name, values in named.items()})
+
+
+@styled
+def reliability_of_bins(
+    bins: Mapping[str, ReliabilityBins], *, colours: Mapping[str, str] | None = None, columns: int = 4
+) -> Figure:
+    """The diagram of `reliability_diagram` from bins that are known already.
+
+    Args:
+        bins: By name.
+        colours: Of the bars, by name; those of `palette.colour_of` by default.
+        columns: Panels in a row.
+    """
+    if not bins:
+        raise ValueError("nothing to draw: an empty mapping was given")
+    columns = min(len(bins), columns)
+    rows = math.ceil(len(bins) / columns)
+    figure = Figure(figsize=(4.6 * columns + 0.4, 5.0 * rows + 0.4), layout=spaced())
+    grid = figure.subplots(2 * rows, columns, squeeze=False, sharex=True, sharey="row", height_ratios=(3.4, 1.0) * rows)
+    for spare in grid[-2:, (len(bins) - 1) % columns + 1 :].flatten():
+        spare.set_visible(False)
+    for index, (name, found) in enumerate(bins.items()):
+        top, bottom = grid[2 * (index // columns) :, index % columns][:2]
+        _reliability_panel(top, bottom, name, found, (colours or {}).get(name) or colour_of(name or "kronecker", index))
+        if index % columns == 0:
+            top.set_ylabel("accuracy")
+            bottom.set_ylabel("examples")
     handles, texts = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, texts, loc="outside lower center", ncols=3)
     return figure
 
 
-def _reliability(probs: Array, labels: Array, edges: Array) -> tuple[Array, Array, Array]:
-    """Of each bin: the share of examples in it, their mean confidence, their accuracy."""
-    if probs.ndim != 2 or labels.shape != probs.shape[:1]:
-        raise ValueError(
-            f"got probabilities of shape {probs.shape} and labels of shape {labels.shape}; expected "
-            "[examples, classes] and [examples]"
-        )
-    confidence, right = probs.max(1).astype(np.float64), probs.argmax(1) == labels
-    place = np.clip(np.searchsorted(edges, confidence, side="right") - 1, 0, edges.size - 2)
-    count = np.bincount(place, minlength=edges.size - 1)
-    safe = np.maximum(count, 1)
-    sums = [np.bincount(place, weights=of, minlength=edges.size - 1) / safe for of in (confidence, right)]
-    return count / labels.size, sums[0], sums[1]
+def _reliability_panel(top: Axes, bottom: Axes, name: str, bins: ReliabilityBins, colour: str) -> None:
+    count = bins.share.size
+    middle, width = (np.arange(count) + 0.5) / count, 0.92 / count
+    used = bins.share > 0
+    accuracy, missed = bins.accuracy[used], (bins.confidence - bins.accuracy)[used]
+    error, excess = (float((bins.share[used] * gap).sum()) for gap in (np.abs(missed), missed))
+    top.plot([0, 1], [0, 1], color=MUTED, lw=1.2, ls=(0, (4, 3)), label="calibrated")
+    top.bar(middle[used], accuracy, width, color=colour, label="accuracy in the bin")
+    top.bar(
+        middle[used], missed, width, bottom=accuracy, facecolor="none", edgecolor=VERMILION, hatch="/////", lw=1.0,
+        label="gap to its confidence",
+    )  # fmt: skip
+    verdict = "calibrated" if error < 0.01 else "too sure" if excess > 0 else "not sure enough"
+    _title(top, name, f"ECE {100 * error:.1f} %, {verdict}")
+    bottom.bar(middle, bins.share, width, color=colour)
+    top.set(xlim=(0, 1), ylim=(0, 1.02))
+    bottom.set(xlabel="confidence", yticks=[0, 0.5, 1], ylim=(0, 1))
+    for axes in (top, bottom):
+        axes.xaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+        axes.tick_params(length=0, labelbottom=axes is bottom)
 
 
 @styled

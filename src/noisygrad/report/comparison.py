@@ -1,4 +1,4 @@
-"""Two figures side by side: how far ours is from the paper's, in standard errors of their difference."""
+"""Two figures side by side: how far ours is from the paper's, in standard errors or in the figure's own unit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,15 @@ Verdict: TypeAlias = Literal["better", "within", "worse"]
 MARKS: dict[Verdict, str] = {"better": "▲", "within": "≈", "worse": "▼"}
 """A sign for each verdict, so that colour is never the only difference."""
 
+IN_STANDARD_ERRORS: dict[Verdict, str] = {
+    "better": "better than the paper's by more than one standard error of the difference",
+    "within": "within one standard error",
+    "worse": "worse by more than one",
+}
+"""What the verdicts say of figures that have standard errors."""
+
 _MINUS = "\N{MINUS SIGN}"
+_ROUNDING = 1e-9  # a mean of printed figures may miss a bound by the last bit
 _DIGITS = 3  # as the paper prints
 _MOST_DIGITS = 6
 
@@ -25,6 +33,22 @@ class Metric:
     key: str
     title: str
     better: Literal["lowest", "highest"]
+    tolerance: float | None = None
+    """What still counts as near, where the paper gives no standard errors; None to judge by those."""
+    unit: str = ""
+    """Of a difference between two values."""
+
+    @property
+    def meanings(self) -> dict[Verdict, str]:
+        """What the verdicts say of this metric, for the legend of a table."""
+        if self.tolerance is None:
+            return IN_STANDARD_ERRORS
+        allowed = f"{self.tolerance:g} {self.unit}".rstrip()
+        return {
+            "better": "the paper's figure or better",
+            "within": f"worse by at most {allowed}",
+            "worse": f"worse by more than {allowed}",
+        }
 
     def prefers(self, first: float, second: float) -> bool:
         """Whether the first value is the better one."""
@@ -33,6 +57,10 @@ class Metric:
 
 RMSE = Metric(key="rmse", title="test RMSE", better="lowest")
 LOG_LIKELIHOOD = Metric(key="log_likelihood", title="test log-likelihood", better="highest")
+ACCURACY = Metric(key="accuracy", title="test accuracy", better="highest", tolerance=0.7, unit="points")
+NLL = Metric(key="nll", title="negative log-likelihood", better="lowest")
+ECE = Metric(key="ece", title="ECE", better="lowest")
+BRIER = Metric(key="brier", title="Brier score", better="lowest")
 
 
 @dataclass(frozen=True)
@@ -50,9 +78,9 @@ class Estimate:
         spread = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
         return cls(statistics.fmean(values), spread)
 
-    def text(self) -> str:
-        """As it is written: three decimals, and more where the standard error would vanish."""
-        digits = self._digits()
+    def text(self, digits: int | None = None) -> str:
+        """As it is written: with these decimals, or three, and more where the standard error would vanish."""
+        digits = self._digits() if digits is None else digits
         error = "" if self.standard_error is None else f" ± {self.standard_error:.{digits}f}"
         return f"{self.mean:.{digits}f}".replace("-", _MINUS) + error
 
@@ -64,18 +92,30 @@ class Estimate:
 
 
 def signed_difference(ours: Estimate, theirs: Estimate, metric: Metric) -> float | None:
-    """Ours minus theirs over sqrt(s₁² + s₂²), positive where ours is better; None without two standard errors."""
+    """Ours minus theirs over sqrt(s₁² + s₂²), positive where ours is better; None without two standard errors.
+
+    For a metric with a tolerance it is the plain difference, in the metric's unit.
+    """
+    better = ours.mean - theirs.mean if metric.better == "highest" else theirs.mean - ours.mean
+    if metric.tolerance is not None:
+        return better
     if ours.standard_error is None or theirs.standard_error is None:
         return None
     error = math.hypot(ours.standard_error, theirs.standard_error)
     if error == 0:
         raise ValueError(f"neither {ours} nor {theirs} has an error: read a printed 0.000 as ±0.0005")
-    better = ours.mean - theirs.mean if metric.better == "highest" else theirs.mean - ours.mean
     return better / error
 
 
-def verdict(difference: float) -> Verdict:
-    """Within one standard error of the difference, or better or worse by more than that."""
+def verdict(difference: float, tolerance: float | None = None) -> Verdict:
+    """Within one standard error of the difference, or better or worse by more than that.
+
+    With a tolerance: better when at least equal, within when short by no more than it, and worse beyond.
+    """
+    if tolerance is not None:
+        if difference >= -_ROUNDING:
+            return "better"
+        return "within" if difference >= -tolerance - _ROUNDING else "worse"
     if abs(difference) <= 1:
         return "within"
     return "better" if difference > 0 else "worse"

@@ -1,10 +1,10 @@
-"""Figures of the report: how far ours are from the paper's, and how training went."""
+"""Figures of the report: how far ours are from the paper's, how training went, what a corruption does."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -22,6 +22,7 @@ from noisygrad.palette import (
     SURFACE,
     VERMILION,
     colour_of,
+    spaced,
     styled,
 )
 
@@ -33,8 +34,15 @@ _COLOURS = {
     "NNG-MVG/exact-damping": GREEN,
     "PBP_MV": PURPLE,
     "VMG": GREEN,
+    "SGD": colour_of("point"),
+    "K-FAC": GREEN,
+    "K-FAC+WD": PURPLE,
+    "noisy-Adam": ORANGE,
+    "noisy-K-FAC": BLUE,
 }
+_WITHOUT_POSTERIOR = ("SGD", "K-FAC", "K-FAC+WD")
 _SHAPES = {"BBB": "s", "PBP": "^", "NNG-FFG": "D", "NNG-MVG": "o", "PBP_MV": "v", "VMG": "P"}
+_FEW = 8  # values of a line that are marked one by one
 _FURTHEST = 6.0  # standard errors: what is beyond is drawn at the edge, with its value
 
 
@@ -107,7 +115,7 @@ def _dots(
 
 @dataclass(frozen=True)
 class Curve:
-    """One training: a value at each of some iterations."""
+    """One training: a value at each of some iterations, epochs or strengths."""
 
     iterations: Sequence[float]
     values: Sequence[float]
@@ -171,3 +179,92 @@ def _window(curves: Sequence[Curve]) -> tuple[float, float]:
     low, high = float(np.quantile(values, 0.06)), float(values.max())
     margin = 0.06 * (high - low) or 1.0
     return low - margin, high + margin
+
+
+View: TypeAlias = Literal["whole", "climb", "logarithmic"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One picture of `curve_panels`: the trainings of each method."""
+
+    title: str
+    curves: Mapping[str, Sequence[Curve]]
+    y_label: str
+    view: View = "whole"
+    """Show all values, leave the first steps of a climb below the picture, or use a logarithmic scale."""
+
+    @property
+    def ends(self) -> str:
+        """Where each method ends, in words."""
+        last = {method: np.mean([curve.values[-1] for curve in curves]) for method, curves in self.curves.items()}
+        return f"{self.title}: " + ", ".join(f"{method} {value:.3g}" for method, value in last.items())
+
+
+def mean_curve(curves: Sequence[Curve]) -> Curve:
+    """The mean of some trainings where all of them have a value; raises ValueError if that is nowhere."""
+    by_place = [dict(zip(curve.iterations, curve.values, strict=True)) for curve in curves]
+    common = sorted(set(by_place[0]).intersection(*by_place[1:]))
+    if not common:
+        raise ValueError(f"{len(curves)} trainings have no place in common, so they have no mean")
+    return Curve(common, [float(np.mean([values[place] for values in by_place])) for place in common])
+
+
+@styled
+def curve_panels(panels: Sequence[Panel], *, x_label: str, columns: int = 2, height: float = 3.3) -> Figure:
+    """Panels with a line for each method: the mean of its trainings, and each of them thin behind it.
+
+    Methods without a posterior are dashed, variants of a method dotted. Panels in a row share their scale.
+
+    Args:
+        panels: From left to right, row by row.
+        x_label: What all curves run along.
+        columns: Panels in a row.
+        height: Of a panel, in inches.
+    """
+    if not panels:
+        raise ValueError("nothing to draw: no panel was given")
+    columns = min(len(panels), columns)
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(9.6 if columns > 1 else 5.6, height * rows + 0.5), layout=spaced())
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey="row")
+    handles: dict[str, Any] = {}
+    for index, axes in enumerate(grid.flatten()):
+        if index >= len(panels):
+            axes.set_visible(False)
+            grid[-2, index % columns].tick_params(labelbottom=True)
+            grid[-2, index % columns].set_xlabel(x_label)
+            continue
+        panel = panels[index]
+        for number, (method, curves) in enumerate(panel.curves.items()):
+            handles.setdefault(method, _method_lines(axes, method, curves, number))
+        axes.set_title(panel.title)
+        axes.margins(x=0.02)
+        axes.tick_params(length=0)
+        if index % columns == 0:
+            axes.set_ylabel(panel.y_label)
+        if index >= columns * (rows - 1):
+            axes.set_xlabel(x_label)
+        if panel.view == "logarithmic":
+            axes.set_yscale("log")
+        row = panels[index - index % columns :][:columns]
+        drawn = [curve for other in row for curves in other.curves.values() for curve in curves]
+        if panel.view == "climb" and drawn:
+            axes.set_ylim(*_window(drawn))
+    in_row = 6 if columns > 1 else 3
+    lines = -(-len(handles) // in_row)
+    figure.legend(
+        list(handles.values()), list(handles), loc="outside lower center", ncols=max(1, -(-len(handles) // lines))
+    )
+    return figure
+
+
+def _method_lines(axes: Axes, method: str, curves: Sequence[Curve], position: int) -> Any:
+    colour = method_colour(method.split("/", maxsplit=1)[0], position)
+    style: Any = (0, (1, 1.2)) if "/" in method else (0, (5, 2)) if method in _WITHOUT_POSTERIOR else "-"
+    if len(curves) > 1:
+        for curve in curves:
+            axes.plot(curve.iterations, curve.values, color=colour, ls=style, lw=0.7, alpha=0.45)
+    middle = mean_curve(curves)
+    dot = "o" if len(middle.values) < _FEW else ""
+    return axes.plot(middle.iterations, middle.values, color=colour, ls=style, lw=1.8, marker=dot, ms=3.5)[0]

@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from noisygrad.experiments.cells import Cell
 from noisygrad.report.page import Page
 from noisygrad.report.study import Study
 from noisygrad.report.tables import Column, Table
 
 
-def add_settings(page: Page, study: Study) -> None:
-    """A folded list of settings for each method."""
+def _by_method(cell: Cell) -> tuple[str, str]:
+    return cell.method, cell.data
+
+
+def _by_data(cell: Cell) -> tuple[str, str]:
+    return cell.data, cell.method
+
+
+def add_settings(page: Page, study: Study, group: Callable[[Cell], tuple[str, str]] = _by_method) -> None:
+    """A folded list of settings for each method.
+
+    Args:
+        page: Where they go.
+        study: The cells.
+        group: Of a cell, the list that it belongs to and what tells it apart there: the method and the data set.
+    """
+    groups: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
     for method in study.methods:
-        cells = [(cell.data, cell.config) for cell in study.cells if cell.method == method]
-        page.pairs(common_settings(cells), caption=f"Settings of {method}", folded=True)
+        for cell in (cell for cell in study.cells if cell.method == method):
+            heading, name = group(cell)
+            groups.setdefault(heading, []).append((name, cell.config))
+    for heading, cells in groups.items():
+        page.pairs(common_settings(cells), caption=f"Settings of {heading}", folded=True)
 
 
 def add_environment(page: Page, study: Study) -> None:
@@ -28,17 +47,30 @@ def add_environment(page: Page, study: Study) -> None:
     page.pairs({name: _counted(counts) for name, counts in found.items()}, caption="Versions and devices")
 
 
-def wall_time_table(study: Study, caption: str) -> Table:
-    """Seconds of all replicates together, by data set and method, with totals."""
-    columns = [Column(key=method, header=method, unit="s", digits=0) for method in study.methods]
-    rows: list[dict[str, str | float | None]] = []
-    totals = dict.fromkeys(study.methods, 0.0)
-    for data in study.data:
-        seconds = {method: sum(cell.seconds for cell in study.of(method, data)) for method in study.methods}
-        rows.append({"data": data, **{name: value for name, value in seconds.items() if study.of(name, data)}})
-        totals = {name: totals[name] + value for name, value in seconds.items()}
-    rows.append({"data": "all", **totals})
-    return Table(columns=(Column(key="data", header="data"), *columns), rows=rows, caption=caption)
+def wall_time_table(
+    study: Study, caption: str, *, corner: str = "data", place: Callable[[Cell], tuple[str, str]] = _by_data
+) -> Table:
+    """Seconds of all replicates together, with totals.
+
+    Args:
+        study: The cells.
+        caption: What the table is about.
+        corner: What the rows are.
+        place: Of a cell, its row and its column: the data set and the method.
+    """
+    ordered = [cell for data in study.data for method in study.methods for cell in study.of(method, data)]
+    seconds: dict[str, dict[str, float]] = {}
+    totals = {place(cell)[1]: 0.0 for method in study.methods for data in study.data for cell in study.of(method, data)}
+    for cell in ordered:
+        row, column = place(cell)
+        found = seconds.setdefault(row, {})
+        found[column] = found.get(column, 0.0) + cell.seconds
+        totals[column] += cell.seconds
+    rows: list[dict[str, str | float | None]] = [{corner: row, **found} for row, found in seconds.items()]
+    columns = [Column(key=name, header=name, unit="s", digits=0) for name in totals]
+    return Table(
+        columns=(Column(key=corner, header=corner), *columns), rows=[*rows, {corner: "all", **totals}], caption=caption
+    )
 
 
 def common_settings(cells: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, str]:

@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import TypeAlias
 
 from noisygrad.experiments.environment import versions
-from noisygrad.report import convergence, precision, regression
+from noisygrad.report import classification, convergence, precision, regression
 from noisygrad.report.page import Page
 
 Sections: TypeAlias = Callable[[Path, Page], None]
 
-SECTIONS: tuple[Sections, ...] = (regression.sections, convergence.sections, precision.sections)
+SECTIONS: tuple[Sections, ...] = (
+    regression.sections,
+    classification.sections,
+    convergence.sections,
+    precision.sections,
+)
 """Each adds what it finds in the folder of results; where its files are missing, it says what makes them."""
 
 
@@ -26,7 +31,7 @@ def build_report(results: Path) -> Page:
     page = Page(
         "Noisy natural gradient, reproduced",
         lead="Our figures beside those of the paper “Noisy Natural Gradient as Variational Inference”: each with its "
-        "standard error, and whether ours is better, the same within one standard error, or worse.",
+        "spread, and whether ours is better, as good within the margin that the table names, or worse.",
         footer=f"Made by noisygrad {versions()['noisygrad']}: noisygrad report",
     )
     for add in SECTIONS:

@@ -21,28 +21,37 @@ class Standing:
     ours: Estimate | None
     theirs: Estimate
     difference: float | None
-    """In standard errors of the difference, positive where ours is better; None where it cannot be said."""
+    """In standard errors of the difference, or in the unit of a metric with a tolerance.
+
+    Positive where ours is better; None where it cannot be said.
+    """
 
     @property
     def verdict(self) -> Verdict | None:
-        """Better, within one standard error, or worse; None where it cannot be said."""
-        return None if self.difference is None else verdict(self.difference)
+        """Better, as good within the margin, or worse; None where it cannot be said."""
+        return None if self.difference is None else verdict(self.difference, self.metric.tolerance)
 
 
 class Study:
-    """Cells by method and data set."""
+    """Cells by method and data set.
 
-    def __init__(self, cells: Sequence[Cell]) -> None:
+    Args:
+        cells: Finished and failed ones.
+        order: The order in which methods are shown; others follow.
+    """
+
+    def __init__(self, cells: Sequence[Cell], order: Sequence[str] = paper.METHODS) -> None:
         self.cells = list(cells)
+        self._order = order
         self._groups: dict[tuple[str, str], list[Cell]] = {}
         for cell in self.cells:
             self._groups.setdefault((cell.method, cell.data), []).append(cell)
 
     @property
     def methods(self) -> list[str]:
-        """The paper's methods in its order, then the others in that of their first cell."""
+        """The methods in the order given, then the others in that of their first cell."""
         found = {cell.method: None for cell in self.cells}
-        return [name for name in paper.METHODS if name in found] + [name for name in found if name not in paper.METHODS]
+        return [name for name in self._order if name in found] + [name for name in found if name not in self._order]
 
     @property
     def data(self) -> list[str]:

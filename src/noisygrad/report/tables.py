@@ -5,13 +5,13 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import rich.markup
 import rich.table
 
-from noisygrad.report.comparison import MARKS, Verdict
+from noisygrad.report.comparison import IN_STANDARD_ERRORS, MARKS, Verdict
 
 Cell: TypeAlias = str | float | None
 Best: TypeAlias = Literal["highest", "lowest"] | float
@@ -123,11 +123,6 @@ def _number_class(column: Column) -> str:
     return "" if column.digits is None else ' class="number"'
 
 
-_VERDICTS: dict[Verdict, str] = {
-    "better": "better than the paper's by more than one standard error of the difference",
-    "within": "within one standard error",
-    "worse": "worse by more than one",
-}
 _RICH_STYLES: dict[Verdict, str] = {"better": "green", "within": "default", "worse": "red"}
 
 
@@ -165,7 +160,7 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonTable:
-    """Data sets by methods, each place with our figure over the paper's."""
+    """Data sets by methods, or methods by settings; each place has our figure over the paper's."""
 
     columns: Sequence[str]
     rows: Mapping[str, Sequence[Entry]]
@@ -173,6 +168,8 @@ class ComparisonTable:
     corner: str = "data"
     legend: bool = True
     """Whether to explain the marks: once is enough for tables that follow each other."""
+    meanings: Mapping[Verdict, str] = field(default_factory=lambda: IN_STANDARD_ERRORS)
+    """What the marks mean, for the legend."""
 
     def __post_init__(self) -> None:
         if not self.columns or not self.rows:
@@ -192,7 +189,7 @@ class ComparisonTable:
         )
         judged = self.legend and any(entry.verdict for entries in self.rows.values() for entry in entries)
         return (
-            (_legend() + "\n" if judged else "")
+            (_legend(self.meanings) + "\n" if judged else "")
             + f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(self.caption)}">\n'
             f'<table class="comparison">\n<caption>{html.escape(self.caption)}</caption>\n'
             f'<thead><tr><th scope="col">{html.escape(self.corner)}</th>{heads}</tr></thead>\n<tbody>\n'
@@ -211,9 +208,9 @@ class ComparisonTable:
         return drawn
 
 
-def _legend() -> str:
+def _legend(meanings: Mapping[Verdict, str]) -> str:
     words = (
         f'<span class="{name}"><span class="mark" aria-hidden="true">{MARKS[name]}</span> {html.escape(text)}</span>'
-        for name, text in _VERDICTS.items()
+        for name, text in meanings.items()
     )
     return f'<p class="legend">{" ".join(words)}</p>'

@@ -1,0 +1,351 @@
+"""Classification: ours beside Table 2, how the trainings went, and where ours falls short."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from noisygrad.experiments.cells import Cell, Results
+from noisygrad.report import paper
+from noisygrad.report.calibration import (
+    OURS,
+    WITHOUT_NOISE,
+    add_corruption,
+    add_reliability,
+    add_scores,
+    listed,
+    methods_in,
+    scores_table,
+)
+from noisygrad.report.comparison import ACCURACY, ECE, Metric, signed
+from noisygrad.report.configurations import CONFIGURATIONS, PLAIN, full_name, heading, parts
+from noisygrad.report.figures import Curve, Panel, View, curve_panels
+from noisygrad.report.page import Page
+from noisygrad.report.provenance import add_environment, add_settings, wall_time_table
+from noisygrad.report.reasons import REASONS
+from noisygrad.report.study import Standing, Study
+from noisygrad.report.tables import Column, ComparisonTable, Entry, Table
+
+ECE_TARGETS = {OURS: 0.03, f"{OURS}/D": 0.02}
+"""The calibration that was aimed at."""
+
+_DATA = paper.TABLE_2_DATA
+_DECAYED = "K-FAC+WD"
+_LEARNED_NORM = "learned-norm"
+_TITLES = {"mnist": "MNIST", "digits": "Digits"}
+_ORDER = tuple(full_name(method, name) for method in paper.TABLE_2_METHODS for name in CONFIGURATIONS)
+_LOGITS = Metric(key="accuracy_of_mean_logits", title="accuracy of the mean logits", better="highest")
+_WEIGHTS = Metric(key="accuracy_of_mean_weights", title="accuracy of the mean weights", better="highest")
+_REMARKS: dict[View, str] = {
+    "climb": " The first epochs lie below the picture.",
+    "logarithmic": " The scale is logarithmic.",
+    "whole": "",
+}
+_STEP = Metric(key="step_ms", title="time of a step", better="lowest")
+
+
+def sections(results: Path, page: Page) -> None:
+    """Everything about classification; a word on how to make it where there is nothing."""
+    study = Study(Results(results, "classification").load(), _ORDER)
+    if not study.cells:
+        page.section("Classification").text(
+            "There is no classification.jsonl among the results. Make it with: noisygrad reproduce classification"
+        )
+        return
+    _table_2(page, study)
+    if _DATA in study.data:
+        add_scores(page, study, _DATA)
+        add_reliability(page, study, _DATA)
+        _curves(page, study)
+        add_corruption(page, study, _DATA)
+        _averages(page, study)
+    _other_data(page, study)
+    _shortfalls(page, study)
+    _provenance(page, study)
+
+
+def accuracy_table(study: Study) -> ComparisonTable:
+    """Table 2: methods by configurations, ours over the paper's; variants of a method follow the paper's rows."""
+    rows = list(
+        dict.fromkeys((*paper.TABLE_2_METHODS, *(parts(name)[0] for name in study.methods if study.of(name, _DATA))))
+    )
+    return ComparisonTable(
+        columns=list(CONFIGURATIONS),
+        rows={row: [_entry(study, full_name(row, name)) for name in CONFIGURATIONS] for row in rows},
+        corner="method",
+        meanings=ACCURACY.meanings,
+        caption="Test accuracy in per cent: mean ± standard error over the seeds, or the one seed there is; below it, "
+        "where there is one, the paper's figure. D is augmentation, B batch norm.",
+    )
+
+
+def _entry(study: Study, method: str) -> Entry:
+    ours, standing = study.estimate(method, _DATA, ACCURACY), study.standing(method, _DATA, ACCURACY)
+    theirs = "" if standing is None else f"paper {standing.theirs.text()}"
+    failed = sum(cell.error is not None for cell in study.of(method, _DATA))
+    count = len(study.values(method, _DATA, ACCURACY))
+    notes = [f"{count} seeds"] * (count > 1) + [f"{failed} failed"] * (failed > 0)
+    difference = None if standing is None else standing.difference
+    return Entry(
+        ours="–" if ours is None else ours.text(2),
+        theirs=theirs,
+        verdict=None if standing is None else standing.verdict,
+        tooltip="" if difference is None else f"ours minus the paper's: {signed(difference)} points",
+        note=", ".join(notes),
+    )
+
+
+def _standings(study: Study) -> list[Standing]:
+    found = (study.standing(method, _DATA, ACCURACY) for method in _ORDER)
+    return [standing for standing in found if standing is not None]
+
+
+def _table_2(page: Page, study: Study) -> None:
+    page.section("Classification: Table 2")
+    if _DATA not in study.data:
+        page.text(
+            "There are no cells of CIFAR-10 among the results. Make them with: noisygrad reproduce classification"
+        )
+        return
+    standings = _standings(study)
+    verdicts = [standing.verdict for standing in standings if standing.verdict is not None]
+    page.text(
+        f"CIFAR-10 with the paper's VGG16. Of the paper's {len(standings)} figures {len(verdicts)} are measured here: "
+        f"{verdicts.count('better')} at or above the paper's, {verdicts.count('within')} short by at most "
+        f"{ACCURACY.tolerance:g} points, {verdicts.count('worse')} by more. The paper gives no errors.{_spread(study)}"
+    )
+    page.table(accuracy_table(study))
+    page.text(
+        "The paper leaves BBB and noisy-Adam with batch norm empty: extremely unstable, it says, and working only with "
+        "a very small KL weight."
+    )
+    if any(_LEARNED_NORM in method for method in study.methods):
+        page.text(f"{_LEARNED_NORM}: batch norm's scale and shift are learned. The paper's stay at 1 and 0.")
+
+
+def _spread(study: Study) -> str:
+    """How much seeds of one method differ: what a difference from the paper has to be read against."""
+    repeated = [values for name in study.methods if len(values := study.values(name, _DATA, ACCURACY)) > 1]
+    if not repeated:
+        return ""
+    deviation = math.sqrt(statistics.fmean(statistics.variance(values) for values in repeated))
+    return f" Our own differ by {deviation:.2f} points from seed to seed (standard deviation)."
+
+
+def _curves(page: Page, study: Study) -> None:
+    figures = {
+        "Test accuracy": training_panels(study, "test_accuracy", "test accuracy (%)"),
+        "Training loss": training_panels(study, "train_loss", "training loss (nats)"),
+    }
+    if not any(figures.values()):
+        return
+    page.section("Classification: training")
+    for title, panels in figures.items():
+        if panels:
+            page.figure(
+                curve_panels(panels, x_label="epoch"),
+                caption=f"{title} against the epoch, a panel for each configuration: the mean over the seeds; thin "
+                f"lines are single seeds, dashed ones methods without a posterior.{_REMARKS[panels[0].view]}",
+                alt=f"{title} against the epoch. At the end: {'; '.join(panel.ends for panel in panels)}.",
+            )
+
+
+def training_panels(study: Study, key: str, y_label: str) -> list[Panel]:
+    """A panel for each configuration that has the metric, with the methods' trainings."""
+    found: dict[str, dict[str, list[Curve]]] = {}
+    for configuration in CONFIGURATIONS:
+        for short, method in methods_in(study, _DATA, configuration).items():
+            curves = [_curve(cell, key) for cell in study.of(method, _DATA) if listed(cell, key)]
+            if curves:
+                found.setdefault(configuration, {})[short] = curves
+    every = [curve for methods in found.values() for curves in methods.values() for curve in curves]
+    positive = all(min(curve.values) > 0 for curve in every)
+    view: View = "climb" if key == "test_accuracy" else "logarithmic" if positive else "whole"
+    return [
+        Panel(title=heading(configuration), curves=methods, y_label=y_label, view=view)
+        for configuration, methods in found.items()
+    ]
+
+
+def _curve(cell: Cell, key: str) -> Curve:
+    epochs, values = listed(cell, "epochs"), listed(cell, key)
+    if len(epochs) != len(values):
+        raise ValueError(f"{cell.label}: {len(values)} values of {key} for {len(epochs)} epochs; expected one for each")
+    return Curve(epochs, values)
+
+
+def averages_table(study: Study) -> Table | None:
+    """What is averaged over the posterior's draws, and what it brings; None where no cell has more than one answer."""
+    rows: list[dict[str, str | float | None]] = []
+    for configuration in CONFIGURATIONS:
+        for short, method in methods_in(study, _DATA, configuration).items():
+            found = {metric.key: study.estimate(method, _DATA, metric) for metric in (ACCURACY, _LOGITS, _WEIGHTS)}
+            means = {key: None if estimate is None else estimate.mean for key, estimate in found.items()}
+            if len({value for value in means.values() if value is not None}) < 2:
+                continue  # a method without a posterior has nothing to average
+            own, plain = means[ACCURACY.key], means[_WEIGHTS.key]
+            gain = None if own is None or plain is None else signed(own - plain)
+            rows.append({"method": short, "configuration": configuration, **means, "gain": gain})
+    if not rows:
+        return None
+    columns = (
+        Column(key="method", header="method"),
+        Column(key="configuration", header="configuration"),
+        Column(key=ACCURACY.key, header="probabilities", unit="%", digits=2),
+        Column(key=_LOGITS.key, header="logits", unit="%", digits=2),
+        Column(key=_WEIGHTS.key, header="weights", unit="%", digits=2),
+        Column(key="gain", header="gain", unit="points"),
+    )
+    return Table(
+        columns=columns,
+        rows=rows,
+        caption="Test accuracy by what is averaged, in the mean over the seeds; gain: probabilities over weights",
+    )
+
+
+def _averages(page: Page, study: Study) -> None:
+    table = averages_table(study)
+    if table is None:
+        return
+    page.section("Classification: what made the difference")
+    page.text(
+        "The same posteriors asked in three ways: the probabilities of several draws of the weights averaged, which is "
+        "what all other tables show; their logits averaged, as the authors' code does; and the mean weights used once."
+    )
+    page.table(table)
+
+
+def _other_data(page: Page, study: Study) -> None:
+    others = [data for data in study.data if data != _DATA]
+    if not others:
+        return
+    page.section("Classification: other data sets")
+    page.text("Of these the paper has no figures; they run on a laptop.")
+    for data in others:
+        methods = {method: method for method in study.methods if study.of(method, data)}
+        page.table(scores_table(study, data, methods, _TITLES.get(data, data)))
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """A figure that misses what was aimed at."""
+
+    method: str
+    metric: Metric
+    text: str
+
+    @property
+    def sentence(self) -> str:
+        """With the reason, where it is known."""
+        reason = REASONS.get((self.method, _DATA, self.metric.key), "")
+        return f"{self.method}, {self.metric.title}: {self.text}.{' ' * bool(reason)}{reason}"
+
+
+def shortfalls(study: Study) -> list[Shortfall]:
+    """Accuracies short of the paper's, the worst first; calibration short of its aim; weight decay as good as noise."""
+    found = [
+        (standing.difference, standing)
+        for standing in _standings(study)
+        if standing.difference is not None
+        and (standing.verdict == "worse" or (parts(standing.method)[0] == OURS and standing.verdict != "better"))
+    ]
+    missed = [_short_accuracy(standing) for _, standing in sorted(found, key=lambda pair: pair[0])]
+    for method, most in ECE_TARGETS.items():
+        ours = study.estimate(method, _DATA, ECE)
+        other = full_name(WITHOUT_NOISE, parts(method)[1])
+        plain = study.estimate(other, _DATA, ECE)
+        if ours is not None and ours.mean > most:
+            missed.append(Shortfall(method, ECE, f"{ours.text(3)}, where at most {most:g} was aimed at"))
+        if ours is not None and plain is not None and 3 * ours.mean > plain.mean:
+            missed.append(
+                Shortfall(method, ECE, f"{ours.text(3)}, more than a third of the {plain.text(3)} of {other}")
+            )
+    noisy, decayed = (study.estimate(method, _DATA, ACCURACY) for method in (OURS, _DECAYED))
+    if noisy is not None and decayed is not None and decayed.mean >= noisy.mean:
+        missed.append(Shortfall(_DECAYED, ACCURACY, f"{decayed.text(2)}, not below the {noisy.text(2)} of {OURS}"))
+    return missed
+
+
+def _short_accuracy(standing: Standing) -> Shortfall:
+    ours = "–" if standing.ours is None else standing.ours.text(2)
+    distance = "" if standing.difference is None else f", {signed(standing.difference)} points"
+    return Shortfall(standing.method, ACCURACY, f"{ours} against the paper's {standing.theirs.text()}{distance}")
+
+
+def _shortfalls(page: Page, study: Study) -> None:
+    page.section("Where classification falls short")
+    if _DATA in study.data:
+        page.text(
+            f"What was aimed at on CIFAR-10: {OURS} at or above the paper's accuracy, the others at most "
+            f"{ACCURACY.tolerance:g} points below theirs, {_DECAYED} below {OURS}; an ECE of {OURS} of at most "
+            + " and ".join(f"{most:g} in {parts(method)[1]}" for method, most in ECE_TARGETS.items())
+            + f", and at most a third of that of {WITHOUT_NOISE} there."
+        )
+        found = shortfalls(study)
+        if found:
+            page.items(shortfall.sentence for shortfall in found)
+        else:
+            page.text("Nothing that is measured falls short of this.")
+        gaps = _gaps(study)
+        if gaps:
+            page.text("Not complete, so that these figures may still change:")
+            page.items(gaps)
+    if study.failed:
+        page.text(f"{len(study.failed)} of {len(study.cells)} trainings failed:")
+        page.items(f"{cell.method} on {cell.data}, seed {cell.replicate}: {cell.error}" for cell in study.failed)
+    elif _DATA not in study.data:
+        page.text("No training failed.")
+
+
+def _gaps(study: Study) -> list[str]:
+    """Configurations that a method was not run in, and those that want a second seed."""
+    found = []
+    for method in paper.TABLE_2_METHODS:
+        wanted = (PLAIN,) if method == _DECAYED else tuple(CONFIGURATIONS)
+        seeds = {name: len(study.values(full_name(method, name), _DATA, ACCURACY)) for name in wanted}
+        absent = [name for name, count in seeds.items() if count == 0]
+        single = [name for name, count in seeds.items() if count == 1 and method in (OURS, WITHOUT_NOISE)]
+        words = [f"not measured in {', '.join(absent)}"] * bool(absent) + [f"one seed in {', '.join(single)}"] * bool(
+            single
+        )
+        if words:
+            found.append(f"{method}: {'; '.join(words)}")
+    return found
+
+
+def _settings_group(cell: Cell) -> tuple[str, str]:
+    short, configuration = parts(cell.method)
+    return short, configuration if cell.data == _DATA else f"{cell.data} {configuration}"
+
+
+def step_table(study: Study) -> Table | None:
+    """Milliseconds of a training step; None where no cell has them."""
+    rows: dict[str, dict[str, str | float | None]] = {}
+    for method in study.methods:
+        estimate = study.estimate(method, _DATA, _STEP)
+        if estimate is not None:
+            short, configuration = parts(method)
+            rows.setdefault(short, {"method": short})[configuration] = estimate.mean
+    columns = [Column(key=name, header=name, unit="ms", digits=2) for name in CONFIGURATIONS]
+    if not rows:
+        return None
+    caption = "Time of a training step on CIFAR-10 in these runs, some of which shared a device"
+    return Table(columns=(Column(key="method", header="method"), *columns), rows=list(rows.values()), caption=caption)
+
+
+def _provenance(page: Page, study: Study) -> None:
+    page.section("How classification was made")
+    own = Study([cell for cell in study.cells if cell.data == _DATA], _ORDER)
+    others = Study([cell for cell in study.cells if cell.data != _DATA], _ORDER)
+    if own.cells:
+        caption = "Wall time on CIFAR-10, all seeds together; trainings that ran side by side shared a device"
+        page.table(wall_time_table(own, caption, corner="method", place=lambda cell: parts(cell.method)))
+    if others.cells:
+        page.table(wall_time_table(others, "Wall time on other data sets, all seeds together"))
+    steps = step_table(study)
+    if steps is not None:
+        page.table(steps)
+    add_settings(page, study, _settings_group)
+    add_environment(page, study)
