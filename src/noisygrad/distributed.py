@@ -6,11 +6,54 @@ factorisation of the blocks is shared out among them, and the results are sent t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Which of the processes of a run this is."""
+
+    rank: int
+    size: int
+
+
+def processes() -> Processes:
+    """Where this process is among those that `join_processes` has brought together; the only one, where it has not."""
+    if not dist.is_available() or not dist.is_initialized():
+        return Processes(0, 1)
+    return Processes(dist.get_rank(), dist.get_world_size())
+
+
+@contextmanager
+def join_processes(device: str) -> Iterator[Processes]:
+    """Inside, the processes that `torchrun` has started work together; without it there is this one alone."""
+    together = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
+    if together:
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    try:
+        yield processes()
+    finally:
+        if together:
+            dist.destroy_process_group()
+
+
+def of_first_process(find: Callable[[], Found]) -> Found:
+    """What the first process finds, in all of them."""
+    if processes().size == 1:
+        return find()
+    box = [find() if processes().rank == 0 else None]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]  # type: ignore[return-value]
 
 
 class Ranks:

@@ -219,6 +219,7 @@ class VGG16(nn.Module):
     Args:
         classes: Number of outputs (logits).
         batch_norm: Whether each convolution is followed by a BatchNorm2d (running average 0.99, epsilon 1e-3).
+        learned_norm: Whether its scales and shifts are learned; the paper leaves them at 1 and 0.
         width: Factor on every number of channels; 2.0 is the usual VGG16, small values make a quick test.
         generator: Source of the initial weights; the global one by default.
 
@@ -233,6 +234,7 @@ class VGG16(nn.Module):
         batch_norm: bool = False,
         width: float = 1.0,
         *,
+        learned_norm: bool = True,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
@@ -246,7 +248,7 @@ class VGG16(nn.Module):
                 wide = max(1, round(full * width))
                 layers.append(nn.Conv2d(channels, wide, 3, padding="same"))
                 if batch_norm:
-                    layers.append(nn.BatchNorm2d(wide, eps=1e-3, momentum=0.01))
+                    layers.append(_norm(wide, learned_norm))
                 layers.append(nn.ReLU())
                 channels = wide
             layers.append(nn.MaxPool2d(2))
@@ -268,6 +270,8 @@ class ConvNet(nn.Module):
         channels: Channels of the images.
         classes: Number of outputs (logits).
         image_size: Height and width of the images, at least 4: 28 for MNIST, 8 for scikit-learn's digits.
+        batch_norm: Whether each convolution is followed by a BatchNorm2d, as in `VGG16`.
+        learned_norm: Whether its scales and shifts are learned.
         generator: Source of the initial weights; the global one by default.
 
     Shapes: `[batch, channels, image_size, image_size]` to `[batch, classes]`.
@@ -279,6 +283,8 @@ class ConvNet(nn.Module):
         classes: int = 10,
         image_size: int = 28,
         *,
+        batch_norm: bool = False,
+        learned_norm: bool = True,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
@@ -287,14 +293,13 @@ class ConvNet(nn.Module):
         if image_size < 4:
             raise ValueError(f"got image_size={image_size}; expected at least 4, for the image is halved twice")
         self.image_size = image_size
-        self.features = nn.Sequential(
-            nn.Conv2d(channels, 16, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Conv2d(16, 32, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-        )
+        layers: list[nn.Module] = []
+        for before, after in ((channels, 16), (16, 32)):
+            layers.append(nn.Conv2d(before, after, 3, padding=1))
+            if batch_norm:
+                layers.append(_norm(after, learned_norm))
+            layers += [nn.ReLU(), nn.MaxPool2d(2)]
+        self.features = nn.Sequential(*layers)
         pooled = image_size // 2 // 2
         self.classifier = nn.Sequential(nn.Linear(32 * pooled * pooled, 64), nn.ReLU(), nn.Linear(64, classes))
         _glorot(self, generator)
@@ -304,6 +309,11 @@ class ConvNet(nn.Module):
         _check_images(x, self.channels, self.image_size)
         output: Tensor = self.classifier(self.features(x).flatten(1))
         return output
+
+
+def _norm(channels: int, learned: bool) -> nn.BatchNorm2d:
+    """As in the released code: a running average of 0.99 and epsilon 1e-3, TensorFlow's defaults."""
+    return nn.BatchNorm2d(channels, eps=1e-3, momentum=0.01, affine=learned)
 
 
 def _activation(name: str) -> type[nn.Module]:

@@ -146,6 +146,92 @@ def _show_convergence(results: Path) -> None:
     console.print(table)
 
 
+@app.command()
+def classification(
+    data: Annotated[Literal["cifar10", "mnist", "digits"], typer.Option(help="Small sets take minutes on a CPU.")] = (
+        "cifar10"
+    ),
+    methods: Names = None,
+    configurations: Annotated[
+        str | None, typer.Option(metavar="NAME,NAME…", help="Of plain, D (augmented), B (batch norm), D+B.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each; they show the spread.")] = 1,
+    results: ResultsFolder = Path("results"),
+    data_dir: DataFolder = None,
+    device: Device = "cpu",
+    workers: Workers = 1,
+    epochs: Epochs = None,
+    train_size: Annotated[int | None, typer.Option(min=1, help="Only so many training images.")] = None,
+    learned_norm: Annotated[
+        bool, typer.Option("--learned-norm", help="Learn scales and shifts of batch norm, unlike the paper.")
+    ] = False,
+    checkpoints: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Of trainings at work; a folder beside the results else.")
+    ] = None,
+    checkpoint_every: Annotated[int, typer.Option(min=1, help="In epochs.")] = 1,
+) -> None:
+    """Table 2 and the reliability diagrams: VGG16 on CIFAR-10, or a small network on digits.
+
+    A training that is stopped goes on at its last checkpoint. Under torchrun the processes share each training.
+    """
+    from noisygrad.distributed import join_processes
+    from noisygrad.experiments import classification as experiment
+
+    with _clear_errors(), join_processes(device) as processes:
+        _check_device(device)
+        asked = _chosen(methods, experiment.METHODS)
+        chosen = _chosen(configurations, experiment.CONFIGURATIONS)
+        if processes.size > 1 and workers > 1:
+            raise typer.BadParameter("--workers trains networks side by side, torchrun one in all processes: not both")
+        jobs = experiment.plan(
+            data, asked, chosen, seeds=seeds, epochs=epochs, train_size=train_size, learned_norm=learned_norm
+        )
+        folder = results / "checkpoints" if checkpoints is None else checkpoints
+        work = partial(
+            experiment.run_job,
+            data_dir=_data_folder(data_dir),
+            device=device,
+            checkpoints=os.fspath(folder.resolve()),
+            checkpoint_every=checkpoint_every,
+        )
+        if processes.rank > 0:
+            for job in _left(experiment.EXPERIMENT, jobs, results):
+                work(job, lambda fraction, text: None)
+            return
+        if processes.size > 1:
+            _left(experiment.EXPERIMENT, jobs, results)
+        failed = _run(experiment.EXPERIMENT, jobs, work, results, "local", workers, None)
+        _show_classification(results, data)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _left(experiment: str, jobs: Sequence[Job], results: Path) -> list[Job]:
+    """What the first of several processes finds missing, for all of them."""
+    from noisygrad.distributed import of_first_process
+    from noisygrad.experiments.cells import Results
+
+    return of_first_process(lambda: Results(results, experiment).missing(jobs))
+
+
+def _show_classification(results: Path, data: str) -> None:
+    from noisygrad.experiments.cells import Results
+    from noisygrad.report.calibration import scores_table
+    from noisygrad.report.classification import accuracy_table
+    from noisygrad.report.study import Study
+
+    cells = [cell for cell in Results(results, "classification").load() if cell.data == data]
+    study = Study(cells)
+    console = Console(highlight=False)
+    console.print()
+    if data == "cifar10":
+        console.print(accuracy_table(study).rich())
+    names = {method: method for method in study.methods}
+    console.print(
+        scores_table(study, data, names, f"{data}: accuracy in per cent, and how well it is calibrated").rich()
+    )
+
+
 @app.command("precision-matrices")
 def precision_matrices(
     results: ResultsFolder = Path("results"),

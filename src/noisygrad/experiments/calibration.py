@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,23 +26,22 @@ def measured(posterior: Posterior, images: Tensor, labels: Tensor, normalise: No
     """On test images `[n, C, H, W]` of bytes: accuracies in per cent, nll, ece, brier and the bins of a diagram.
 
     Three ways to use the draws are measured: the mean of their probabilities, which all else is about, the mean of
-    their logits, and the network of mean weights.
+    their logits, and the network of mean weights, which is the model's own between steps.
     """
     logits = _logits(posterior, _unit(images), normalise, samples)
     prediction = CategoricalPrediction(logits)
     probabilities = prediction.probs
-    mean_weights = _right(_mean_logits(posterior, _unit(images), normalise), labels)
-    confidence, right, share = reliability_bins(probabilities.cpu().numpy(), labels.cpu().numpy(), BINS)
+    bins = reliability_bins(probabilities, labels, BINS)
     return {
         "accuracy": 100.0 * metrics.accuracy(probabilities, labels),
         "accuracy_of_mean_logits": _right(logits.mean(0), labels),
-        "accuracy_of_mean_weights": mean_weights,
+        "accuracy_of_mean_weights": accuracy_of(posterior.model, images, labels, normalise),
         "nll": metrics.nll(prediction, labels),
         "ece": metrics.ece(probabilities, labels, BINS),
         "brier": metrics.brier(probabilities, labels),
-        "bin_confidence": _list(confidence),
-        "bin_accuracy": _list(right),
-        "bin_share": _list(share),
+        "bin_confidence": bins.confidence.tolist(),
+        "bin_accuracy": bins.accuracy.tolist(),
+        "bin_share": bins.share.tolist(),
     }
 
 
@@ -107,14 +105,5 @@ def _logits(posterior: Posterior, images: Tensor, normalise: Normalise, samples:
     return posterior.outputs(normalise(images), samples, batch_size=_BATCH, generator=generator)
 
 
-def _mean_logits(posterior: Posterior, images: Tensor, normalise: Normalise) -> Tensor:
-    with posterior.at_mean() as model, torch.no_grad():
-        return torch.cat([model(normalise(part)) for part in images.split(_BATCH)])
-
-
 def _right(logits: Tensor, labels: Tensor) -> float:
     return 100.0 * float((logits.argmax(-1) == labels).double().mean())
-
-
-def _list(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[float]:
-    return [float(value) for value in values]

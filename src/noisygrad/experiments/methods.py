@@ -106,11 +106,13 @@ def _noisy(
 
 def _bbb() -> Method:
     # Of 0.001 … 0.03 for lr and 0.01, 0.05 for the width, the best by the ELBO of the training data of five splits of
-    # boston, concrete, energy and yacht.
+    # boston, concrete, energy and yacht. The two exceptions were chosen on held-out training rows: on energy a quarter
+    # of the trainings that start wide end in a worse optimum, and protein wants smaller steps.
     names = asdict(BBBSettings(lr=0.003, initial_std=0.01))
+    own = {"energy": {"initial_std": 0.001}, "protein": {"lr": 0.001}}
 
     def config(problem: Problem) -> Config:
-        return _common(problem, noise_prior=[6.0, 6.0], **names)
+        return _common(problem, noise_prior=[6.0, 6.0], **names) | own.get(problem.name, {})
 
     def learner(config: Config, data: Standardised, generators: Sequence[torch.Generator], device: str) -> Learner:
         return BBB(
@@ -143,8 +145,9 @@ def _pbp() -> Method:
 
 
 def _pbp_mv() -> Method:
-    # Chosen on a fifth of the training part of two splits of yacht, boston and energy; elsewhere PBP's own, not tried.
-    longer = {"yacht": 200, "energy": 200}
+    # Chosen on a held-out fifth of the training part of two splits, among PBP's own number and longer ones; the large
+    # sets could not be given more than 100, and concrete, wine and protein have PBP's own.
+    longer = {"yacht": 200, "energy": 200, "kin8nm": 100, "power": 100, "naval": 100, "naval-turbine": 100}
 
     def config(problem: Problem) -> Config:
         epochs = longer.get(problem.name, 20 if problem.hidden > 50 else 40)
@@ -167,16 +170,16 @@ def _pbp_mv() -> Method:
 
 
 def _vmg() -> Method:
-    # Yacht's are the released ones; the others were chosen on a tenth of the training part of two splits, except the
-    # epochs of naval and protein, which are guesses. Naval's noise is far below what a Gamma(6, 6) prior on the
+    # Yacht's are the released ones; the others were chosen on held-out training rows. On naval it was still improving
+    # after the 2000 epochs that there was time for. Naval's noise is far below what a Gamma(6, 6) prior on the
     # original scale allows, so there the targets are standardised.
     own: dict[str, Config] = {
         "yacht": {"epochs": 2000, "batch_size": 5, "pseudo_pairs": 5},
         "energy": {"epochs": 1000},
         "wine": {"epochs": 200},
-        "naval": {"epochs": 300, "original_scale": False},
-        "naval-turbine": {"epochs": 300, "original_scale": False},
-        "protein": {"epochs": 200},
+        "naval": {"epochs": 2000, "original_scale": False},
+        "naval-turbine": {"epochs": 2000, "original_scale": False},
+        "protein": {"epochs": 500},
     }
 
     def config(problem: Problem) -> Config:

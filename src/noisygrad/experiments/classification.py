@@ -1,0 +1,280 @@
+"""Table 2 of the paper and its reliability diagrams: image classification, above all CIFAR-10 with VGG16.
+
+A cell is one training of one network. It keeps a checkpoint beside the results while it is at work, so that a run that
+is stopped goes on where it was. Under `torchrun` the processes train each network together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from noisygrad.data.images import Images, load_images, load_out_of_distribution, subset
+from noisygrad.distributed import processes
+from noisygrad.experiments.calibration import accuracy_of, measured, out_of_distribution, under_corruption
+from noisygrad.experiments.cells import Cell, Job
+from noisygrad.experiments.environment import device_name
+from noisygrad.experiments.image_methods import (
+    CONFIGURATIONS,
+    LEARNED_NORM,
+    METHODS,
+    Config,
+    Trainer,
+    full_name,
+    make_trainer,
+    settings,
+)
+from noisygrad.networks import VGG16, ConvNet
+from noisygrad.training.augmentation import random_crop
+from noisygrad.training.history import EpochRecord, History
+from noisygrad.training.loop import train
+
+EXPERIMENT = "classification"
+DATA = ("cifar10", "mnist", "digits")
+
+Report = Callable[[float, str], None]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What depends on the data set: the network, how long it is trained, and what an augmented image is."""
+
+    network: str
+    epochs: int
+    batch_size: int
+    padding: int
+    flip: bool
+
+
+PROBLEMS = {
+    "cifar10": Problem("VGG16", epochs=150, batch_size=128, padding=4, flip=True),
+    "mnist": Problem("ConvNet", epochs=3, batch_size=128, padding=2, flip=False),
+    "digits": Problem("ConvNet", epochs=30, batch_size=32, padding=1, flip=False),
+}
+
+
+def plan(
+    data: str,
+    methods: Sequence[str] = METHODS,
+    configurations: Sequence[str] = tuple(CONFIGURATIONS),
+    *,
+    seeds: int = 1,
+    epochs: int | None = None,
+    train_size: int | None = None,
+    learned_norm: bool = False,
+    changes: Config | None = None,
+) -> list[Job]:
+    """One job for each method, configuration and seed, seed by seed.
+
+    Args:
+        data: "cifar10", "mnist" or "digits".
+        methods: Names of methods.
+        configurations: Of "plain", "D", "B" and "D+B".
+        seeds: How many trainings of each.
+        epochs: Instead of the data set's own number.
+        train_size: Only so many training images.
+        learned_norm: Learn the scales and shifts of batch normalisation, which the paper leaves at 1 and 0.
+        changes: Other settings of the methods, by name.
+    """
+    problem = PROBLEMS[data]
+    jobs = []
+    for seed in range(seeds):
+        for method in methods:
+            for configuration in configurations:
+                augment, batch_norm = CONFIGURATIONS[configuration]
+                own = settings(method, configuration)
+                unknown = [name for name in changes or {} if name not in own]
+                if unknown:
+                    raise ValueError(f"{method} has no setting {', '.join(unknown)}; it has {', '.join(own)}")
+                config: Config = {
+                    "epochs": epochs or problem.epochs,
+                    "batch_size": problem.batch_size,
+                    "network": problem.network,
+                    "augment": augment,
+                    "batch_norm": batch_norm,
+                    "learned_norm": learned_norm and batch_norm,
+                    "train_size": train_size,
+                    **own,
+                    **(changes or {}),
+                }
+                name = full_name(method, configuration, learned_norm=learned_norm and batch_norm)
+                jobs.append(Job(data=data, method=name, replicates=(seed,), config=config, cost=config["epochs"]))
+    return jobs
+
+
+def run_job(
+    job: Job,
+    report: Report,
+    *,
+    data_dir: str | None = None,
+    device: str = "cpu",
+    checkpoints: str | None = None,
+    checkpoint_every: int = 1,
+) -> list[Cell]:
+    """Train the network of each replicate and measure it on the test images."""
+    return [
+        _run(job, replicate, report, data_dir, device, checkpoints, checkpoint_every) for replicate in job.replicates
+    ]
+
+
+def _run(
+    job: Job,
+    seed: int,
+    report: Report,
+    data_dir: str | None,
+    device: str,
+    checkpoints: str | None,
+    checkpoint_every: int,
+) -> Cell:
+    start = time.perf_counter()
+    config = job.config
+    images = load_images(job.data, data_dir)
+    if config["train_size"] is not None:
+        images = subset(images, config["train_size"], seed)
+    torch.manual_seed(seed)
+    learning = Learning(job, seed, images, device)
+    path = None if checkpoints is None else Path(checkpoints) / f"{_file_name(job, seed)}.safetensors"
+
+    def on_epoch(record: EpochRecord) -> dict[str, float]:
+        report(record.epoch / record.epochs, f"{job.data} {job.method} {seed} epoch {record.epoch}")
+        return {"test_accuracy": learning.test_accuracy()}
+
+    history = learning.train(on_epoch, path, checkpoint_every)
+    trained = time.perf_counter() - start
+    figures = learning.figures(history, data_dir)
+    cell = job.cell(EXPERIMENT, seed, figures, seconds=trained, device=device_name(device))
+    if path is not None:
+        path.unlink(missing_ok=True)
+    return cell
+
+
+class Learning:
+    """One network at work: its buffers, its data on the device, its method."""
+
+    def __init__(self, job: Job, seed: int, images: Images, device: str) -> None:
+        self.config, self.seed, self.images = job.config, seed, images
+        self.data = job.data
+        self._ranks = processes()
+        self.device = torch.device(device)
+        problem = PROBLEMS[job.data]
+        # The same start on every device and on every rank.
+        self.network = make_network(self.config, images, torch.Generator().manual_seed(seed)).to(self.device)
+        self._mean, self._std = (
+            torch.tensor(values, device=self.device).view(1, -1, 1, 1) for values in (images.mean, images.std)
+        )
+        self.x_train, self.y_train, self.x_test, self.y_test = (
+            torch.from_numpy(array).to(self.device)
+            for array in (images.x_train, images.y_train, images.x_test, images.y_test)
+        )
+        self.batch_size = min(self.config["batch_size"], len(self.x_train))
+        if self.batch_size % self._ranks.size:
+            raise ValueError(
+                f"batches of {self.batch_size} images cannot be shared out among {self._ranks.size} processes"
+            )
+        share = self.batch_size // self._ranks.size
+        self._part = slice(self._ranks.rank * share, (self._ranks.rank + 1) * share)
+        self._raw, self._labels = self.x_train[:share].clone(), self.y_train[:share].clone()
+        self._inputs = self.normalise(self._raw.float() / 255.0)
+        self._padding, self._flip = (problem.padding, problem.flip) if self.config["augment"] else (0, False)
+        self.trainer = self._make_trainer(job.method.split("/", maxsplit=1)[0])
+
+    def _make_trainer(self, method: str) -> Trainer:
+        model: nn.Module = self.network
+        if self._ranks.size > 1:
+            model = DistributedDataParallel(model)
+        self.model = model
+        return make_trainer(
+            method,
+            self.config,
+            model,
+            num_data=len(self.x_train),
+            steps_per_epoch=len(self.x_train) // self.batch_size,
+            inputs=self._inputs,
+            labels=self._labels,
+            prepare=self._prepare,
+            seed=self.seed,
+        )
+
+    def normalise(self, x: Tensor) -> Tensor:
+        """From [0, 1] to what the network is given."""
+        return (x - self._mean) / self._std
+
+    def _prepare(self) -> None:
+        images = self._raw
+        if self._padding:
+            images = random_crop(images, self._padding, flip=self._flip)
+        self._inputs.copy_(self.normalise(images.float() / 255.0))
+
+    def _step(self, x: Tensor, y: Tensor) -> Tensor:
+        self._raw.copy_(x[self._part])
+        self._labels.copy_(y[self._part])
+        return self.trainer.step()
+
+    def train(
+        self, on_epoch: Callable[[EpochRecord], dict[str, float]], path: Path | None, checkpoint_every: int
+    ) -> History:
+        """All epochs, or those that a checkpoint leaves."""
+        drops = [round(share * self.config["epochs"]) for share in self.config["lr_drops"]]
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(self.trainer.optimizer, drops, 0.1)
+        self.model.train()
+        return train(
+            self.trainer.optimizer,
+            (self.x_train, self.y_train),
+            epochs=self.config["epochs"],
+            batch_size=self.batch_size,
+            model=self.network,
+            step=self._step,
+            scheduler=scheduler,
+            drop_last=True,
+            seed=self.seed,
+            on_epoch=on_epoch,
+            progress=False,
+            checkpoint=path,
+            checkpoint_every=checkpoint_every,
+        )
+
+    def test_accuracy(self) -> float:
+        """Of the network of mean weights, in per cent."""
+        return accuracy_of(self.network, self.x_test, self.y_test, self.normalise)
+
+    def figures(self, history: History, data_dir: str | None) -> dict[str, float | list[float]]:
+        """Everything a cell keeps."""
+        posterior, samples = self.trainer.posterior(), self.config["test_samples"]
+        found = measured(posterior, self.x_test, self.y_test, self.normalise, samples)
+        found["train_loss"] = list(history.loss)
+        found["test_accuracy"] = [each["test_accuracy"] for each in history.metrics]
+        found["epochs"] = [float(epoch) for epoch in range(1, history.epochs + 1)]
+        found["step_ms"] = 1e3 * sum(history.seconds) / (history.epochs * (len(self.x_train) // self.batch_size))
+        if self.data == "cifar10":
+            strange = torch.from_numpy(load_out_of_distribution(data_dir)).to(self.device)
+            found |= out_of_distribution(posterior, self.x_test, strange, self.normalise, samples)
+        if self.data in ("cifar10", "digits"):
+            found |= under_corruption(posterior, self.x_test, self.y_test, self.normalise, samples)
+        return found
+
+
+def make_network(config: Config, images: Images, generator: torch.Generator) -> nn.Module:
+    """The network of a cell, with the images' channels and size."""
+    channels, size = images.x_train.shape[1], images.x_train.shape[-1]
+    norm = {"batch_norm": config["batch_norm"], "learned_norm": config["learned_norm"]}
+    if config["network"] == "VGG16":
+        return VGG16(images.classes, **norm, generator=generator)
+    return ConvNet(channels, images.classes, size, **norm, generator=generator)
+
+
+def _file_name(job: Job, seed: int) -> str:
+    """Of the checkpoint: other settings have another file, so that they cannot be mixed up."""
+    words = json.dumps([job.data, job.method, seed, job.config, processes().size], sort_keys=True)
+    mark = hashlib.sha256(words.encode()).hexdigest()[:8]
+    return f"{job.data}-{job.method.replace('/', '-')}-{seed}-{mark}-{processes().rank}"
+
+
+__all__ = ["CONFIGURATIONS", "DATA", "EXPERIMENT", "LEARNED_NORM", "METHODS", "Learning", "plan", "run_job"]
