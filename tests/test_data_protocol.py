@@ -149,6 +149,17 @@ def test_constant_columns_become_zero():
     np.testing.assert_array_equal(found.x_test[:, :, 1], 0)
 
 
+def test_a_constant_column_becomes_one_where_asked():
+    made = Table(name="t", label="t", x=np.column_stack([np.arange(20.0), np.full(20, 0.998)]), y=np.arange(20.0))
+    data = standardised(made, standard_splits(20, 2), ones=[1])
+    plain = standardised(made, standard_splits(20, 2))
+    assert (data.x_train[..., 1] == 1.0).all()
+    assert (data.x_test[..., 1] == 1.0).all()
+    assert (data.x_train[..., 0] == plain.x_train[..., 0]).all()
+    with pytest.raises(ValueError, match="vary"):
+        standardised(made, standard_splits(20, 2), ones=[0])
+
+
 def test_column_constant_in_training_only_stays_finite():
     made = table(rows=4, features=1)
     made.x[:, 0] = [5, 5, 5, 8]

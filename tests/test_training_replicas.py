@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -248,6 +250,25 @@ def test_many_trainings_compile_in_one_process(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
     for count in (1, 2):
         train("diagonal", list(range(count)), epochs=1, execution="compiled")
+
+
+def test_a_step_that_cannot_be_compiled_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.exc import InductorError
+
+    def broken(function: object, **options: object) -> Callable[[], None]:
+        def fail() -> None:
+            raise InductorError(RuntimeError("no such kernel"), "inductor")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", broken)
+    found = []
+    for execution in ("eager", "compiled"):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found.append(train("diagonal", [3], epochs=2, execution=execution)["mean"])
+        assert bool(said) == (execution == "compiled")
+    assert torch.equal(*found)
 
 
 def test_bad_arguments_are_named():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 _unchecked = False
 
-SMALL_TRIANGLE = {"cpu": 128, "cuda": 64}
+SMALL_TRIANGLE = {"cpu": 128, "cuda": 1024}
 """Up to this size a triangular matrix is inverted at once."""
 
 SMALL_TRIANGLES = 32

@@ -1,0 +1,189 @@
+"""Classification end to end on digits: every method, resumption, several processes, bad input; augmentation."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from noisygrad.cli import main
+from noisygrad.experiments import classification
+from noisygrad.experiments.cells import Results
+from noisygrad.experiments.classification import CONFIGURATIONS, METHODS, plan, run_job
+from noisygrad.experiments.image_methods import UnknownImageMethodError, full_name, settings
+from noisygrad.training.augmentation import random_crop
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    done = CliRunner().invoke(main, ["reproduce", "classification", *map(str, arguments)])
+    return done.exit_code, done.output
+
+
+def quiet(fraction: float, text: str) -> None:
+    pass
+
+
+@pytest.mark.parametrize("configuration", ["plain", "D+B"])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_learns_digits(method: str, configuration: str) -> None:
+    (job,) = plan("digits", [method], [configuration], epochs=3, train_size=800)
+    (cell,) = run_job(job, quiet)
+    assert cell.error is None
+    figures = cell.metrics
+    assert len(figures["test_accuracy"]) == len(figures["train_loss"]) == len(figures["epochs"]) == 3
+    assert figures["train_loss"][-1] < figures["train_loss"][0]
+    assert figures["accuracy"] > 30
+    assert len(figures["bin_share"]) == 15
+    assert sum(figures["bin_share"]) == pytest.approx(1.0)
+    gaps = np.abs(np.subtract(figures["bin_confidence"], figures["bin_accuracy"]))
+    assert float(np.dot(figures["bin_share"], gaps)) == pytest.approx(figures["ece"], abs=1e-3)
+    assert len(figures["contrast_nll"]) == 5
+    if method in {"SGD", "K-FAC", "K-FAC+WD"}:
+        assert figures["accuracy"] == pytest.approx(figures["accuracy_of_mean_weights"])
+
+
+def test_a_killed_training_goes_on_at_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (job,) = plan("digits", ["noisy-K-FAC"], ["D+B"], epochs=4, train_size=400)
+    (whole,) = run_job(job, quiet)
+
+    def stop(fraction: float, text: str) -> None:
+        if fraction > 0.5:
+            raise KeyboardInterrupt
+
+    folder = str(tmp_path / "checkpoints")
+    with pytest.raises(KeyboardInterrupt):
+        run_job(job, stop, checkpoints=folder)
+    (kept,) = Path(folder).iterdir()
+    epochs = []
+    (again,) = run_job(job, lambda fraction, text: epochs.append(text), checkpoints=folder)
+    assert len(epochs) == 2, "two of four epochs were in the checkpoint"
+    for name, value in whole.metrics.items():
+        if name != "step_ms":
+            assert again.metrics[name] == value, name
+    assert not kept.exists(), "a finished training leaves no checkpoint"
+
+
+def test_other_settings_have_another_checkpoint() -> None:
+    names = {
+        classification._file_name(job, seed)
+        for job in plan("digits", ["noisy-K-FAC", "K-FAC"]) + plan("digits", ["noisy-K-FAC"], epochs=7)
+        for seed in (0, 1)
+    }
+    assert len(names) == 2 * (4 + 4 + 4)
+
+
+def test_the_command_resumes_and_shows_a_table(tmp_path: Path) -> None:
+    arguments = ("--data", "digits", "--methods", "SGD", "--configurations", "plain,B", "--epochs", 2, "--results")
+    code, output = run(*arguments, tmp_path)
+    assert code == 0, output
+    assert "SGD/B" in output
+    path = Results(tmp_path, "classification").path
+    lines = path.read_text()
+    code, output = run(*arguments, tmp_path)
+    assert code == 0, output
+    assert path.read_text() == lines
+    code, output = run(*arguments[:-3], "--epochs", 3, "--results", tmp_path)
+    assert code == 2
+    assert "epochs" in output
+
+
+def test_two_processes_train_one_network(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0",
+        "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "noisygrad",
+        "reproduce", "classification", "--data", "digits", "--methods", "noisy-K-FAC,SGD", "--configurations", "plain",
+        "--epochs", "2", "--train-size", "600", "--results", str(tmp_path),
+    ]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    cells = Results(tmp_path, "classification").load()
+    assert sorted(cell.method for cell in cells) == ["SGD", "noisy-K-FAC"]
+    # Without noise, two halves of a batch are the batch.
+    (job,) = plan("digits", ["SGD"], ["plain"], epochs=2, train_size=600)
+    (alone,) = run_job(job, quiet)
+    (together,) = (cell for cell in cells if cell.method == "SGD")
+    assert together.metrics["nll"] == pytest.approx(alone.metrics["nll"], rel=1e-3)
+    assert all(cell.metrics["accuracy"] > 50 for cell in cells)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--methods", "SDG"), "noisy-K-FAC"),
+        (("--configurations", "C"), "D+B"),
+        (("--data", "imagenet"), "cifar10"),
+        (("--device", "gpu"), "cuda"),
+        (("--data", "digits", "--train-size", "5"), "class"),
+    ],
+)
+def test_a_wrong_argument_is_explained(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    code, output = run("--results", tmp_path / "r", *arguments)
+    assert code != 0
+    assert message in output
+    assert "Traceback" not in output
+    assert not (tmp_path / "r" / "classification.jsonl").exists()
+
+
+def test_missing_images_name_the_command_that_fetches_them(tmp_path: Path) -> None:
+    code, output = run("--data-dir", tmp_path, "--results", tmp_path / "r", "--methods", "SGD")
+    assert code != 0
+    assert "noisygrad data fetch cifar10" in output
+
+
+def test_settings_are_the_released_ones() -> None:
+    for configuration, intrinsic in {"plain": 1e-4, "D": 2e-5, "B": 1e-5, "D+B": 2e-6}.items():
+        found = settings("noisy-K-FAC", configuration)
+        assert found["kl_weight"] / (50000 * found["prior_variance"]) == pytest.approx(intrinsic)
+        # Weight decay of the same size, and none.
+        assert settings("K-FAC+WD", configuration) == found | {"noise": False, "test_samples": 1}
+        assert settings("K-FAC", configuration)["prior_variance"] is None
+    assert json.loads(json.dumps(settings("BBB", "plain"))) == settings("BBB", "plain")
+    with pytest.raises(UnknownImageMethodError, match="noisy-Adam"):
+        settings("Adam", "plain")
+
+
+def test_names_of_cells() -> None:
+    assert full_name("K-FAC", "plain") == "K-FAC"
+    assert full_name("K-FAC", "D+B", learned_norm=True) == "K-FAC/D+B/learned-norm"
+    jobs = plan("cifar10", ["K-FAC"], learned_norm=True)
+    assert [job.method for job in jobs] == ["K-FAC", "K-FAC/D", "K-FAC/B/learned-norm", "K-FAC/D+B/learned-norm"]
+    assert [(job.config["augment"], job.config["batch_norm"]) for job in jobs] == list(CONFIGURATIONS.values())
+
+
+def test_a_crop_is_a_piece_of_the_padded_image() -> None:
+    images = torch.arange(1, 4 * 2 * 6 * 6 + 1, dtype=torch.uint8).view(4, 2, 6, 6)
+    generator = torch.Generator().manual_seed(0)
+    padded = torch.nn.functional.pad(images, (2, 2, 2, 2))
+    seen = set()
+    for _ in range(60):
+        found = random_crop(images, 2, flip=True, generator=generator)
+        for number, image in enumerate(found):
+            matches = [
+                (row, column, mirrored)
+                for row in range(5)
+                for column in range(5)
+                for mirrored in (False, True)
+                if torch.equal(image, _piece(padded[number], row, column, mirrored))
+            ]
+            assert matches
+            seen.update(matches)
+    assert len(seen) == 50, "every place, and mirrored or not"
+
+
+def _piece(padded: torch.Tensor, row: int, column: int, mirrored: bool) -> torch.Tensor:
+    # A mirrored image is padded on both sides alike, so it is mirrored first or last.
+    base = padded.flip(-1) if mirrored else padded
+    return base[:, row : row + 6, column : column + 6]
+
+
+def test_without_padding_or_flip_nothing_changes() -> None:
+    images = torch.rand(3, 1, 8, 8)
+    assert torch.equal(random_crop(images, 0, flip=False), images)
