@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from noisygrad.curvature.capture import Capture, unwrapped
-from noisygrad.curvature.fisher import FisherKind, fisher_passes
+from noisygrad.curvature.fisher import FisherKind
 from noisygrad.distributed import Ranks
 from noisygrad.families.base import DampingMode
 from noisygrad.likelihoods import Likelihood
@@ -29,6 +29,7 @@ from noisygrad.optim.graphs import Replays
 from noisygrad.optim.mean import MeanStep, Numbers
 from noisygrad.optim.options import FisherPass, MomentumMode, Options, Schedule, check_arguments, checked_group
 from noisygrad.optim.state import load_state, save_state
+from noisygrad.optim.statistics import take_statistics
 from noisygrad.optim.stepping import apply_step, dampings
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
@@ -72,6 +73,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
     family: ClassVar[Family]
     default_stats_every: ClassVar[int] = 1
     default_factor_every: ClassVar[int] = 1
+    stats_limit: int | None = None
+    """How many examples of a batch there was memory for, once it did not suffice for the statistics of all."""
     _step_supports_amp_scaling = True  # a GradScaler hands over its scale and its verdict instead of waiting for them
 
     def __init__(
@@ -370,30 +373,11 @@ class NoisyOptimizer(torch.optim.Optimizer):
             self.guard.note_targets(likelihood.invalid(output, target))
             target = likelihood.harmless(output, target)
         if capture is not None:
-            self._take_statistics(capture, output, target)
+            take_statistics(self, capture, output, target)
         loss = likelihood.nll(output, target)
         self._pending.add_loss(loss)
         self._pending.add_noise(likelihood.observe(output.detach(), target), output.shape[len(likelihood.replicas)])
         return loss
-
-    def _take_statistics(self, capture: Capture, output: Tensor, target: Tensor) -> None:
-        batch = output.shape[len(self.likelihood.replicas)]
-        keep = min(batch, self.options.stats_batch or batch)
-        passes = list(
-            fisher_passes(
-                self.options.fisher,
-                self.likelihood,
-                output,
-                target,
-                records=capture.take(),
-                others=self._others,
-                generators=self.generators,
-                dtype=self.dtype,
-                keep=keep,
-            )
-        )
-        for one in passes:
-            self._pending.add_statistics(self.structure.blocks, one, keep / len(passes), self.factors.statistics)
 
     def _zeros(self) -> FlatWeights:
         return FlatWeights.zeros(self.structure, self.dtype, self.device)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from noisygrad.curvature.fisher import passes_after_backward
+from noisygrad.optim.statistics import take_statistics
 
 if TYPE_CHECKING:
     from noisygrad.optim.base import NoisyOptimizer
@@ -89,6 +90,6 @@ def _evaluate_afresh(optimizer: NoisyOptimizer, closure: Closure) -> None:
         assert capture is not None
         output, target = result
         optimizer.likelihood.check(output, target)
-        optimizer._take_statistics(capture, output, optimizer.likelihood.harmless(output, target))
+        take_statistics(optimizer, capture, output, optimizer.likelihood.harmless(output, target))
     # That draw has no gradient: the step must not count it.
     pending.draws, pending.weights = draws, weights

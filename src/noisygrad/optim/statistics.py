@@ -1,0 +1,65 @@
+"""Fisher statistics of one batch, of as many of its examples as memory allows."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from noisygrad.curvature.capture import Capture, Record
+from noisygrad.curvature.fisher import fisher_passes
+from noisygrad.families.factorisation import capturing
+
+if TYPE_CHECKING:
+    from noisygrad.optim.base import NoisyOptimizer
+
+
+def take_statistics(optimizer: NoisyOptimizer, capture: Capture, output: Tensor, target: Tensor) -> None:
+    """Add what a batch says of the Fisher to what is pending.
+
+    Where a GPU's memory does not suffice, half of the examples are taken, with a warning, from now on.
+    """
+    batch = output.shape[len(optimizer.likelihood.replicas)]
+    records = capture.take()
+    keep = min(batch, optimizer.options.stats_batch or batch, optimizer.stats_limit or batch)
+    first = not optimizer._pending.statistics
+    while True:
+        try:
+            _take(optimizer, records, output, target, keep)
+            return
+        except torch.OutOfMemoryError:
+            # While a graph is recorded nothing can be tried again, and sums with earlier draws may be half done.
+            if keep == 1 or not first or capturing():
+                raise
+        keep //= 2
+        pending = optimizer._pending
+        pending.statistics, pending.examples, pending.trails = {}, {}, []
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        optimizer.stats_limit = keep
+        warnings.warn(
+            f"out of memory while taking statistics: from now on they are taken from {keep} examples of a batch. "
+            f"stats_batch={keep} says so from the start",
+            stacklevel=2,
+        )
+
+
+def _take(optimizer: NoisyOptimizer, records: list[Record], output: Tensor, target: Tensor, keep: int) -> None:
+    passes = list(
+        fisher_passes(
+            optimizer.options.fisher,
+            optimizer.likelihood,
+            output,
+            target,
+            records=records,
+            others=optimizer._others,
+            generators=optimizer.generators,
+            dtype=optimizer.dtype,
+            keep=keep,
+        )
+    )
+    blocks, current = optimizer.structure.blocks, optimizer.factors.statistics
+    for one in passes:
+        optimizer._pending.add_statistics(blocks, one, keep / len(passes), current)
