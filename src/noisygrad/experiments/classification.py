@@ -140,6 +140,10 @@ def _run(
     if config["train_size"] is not None:
         images = subset(images, config["train_size"], seed)
     torch.manual_seed(seed)
+    if device.startswith("cuda"):
+        # Convolutions round to TF32 as it is; so may the products of factors. Their Cholesky factors do not.
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.benchmark = True
     learning = Learning(job, seed, images, device)
     path = None if checkpoints is None else Path(checkpoints) / f"{_file_name(job, seed)}.safetensors"
 
@@ -167,6 +171,8 @@ class Learning:
         problem = PROBLEMS[job.data]
         # The same start on every device and on every rank.
         self.network = make_network(self.config, images, torch.Generator().manual_seed(seed)).to(self.device)
+        layout = torch.channels_last if self.device.type == "cuda" else torch.contiguous_format
+        self.network = self.network.to(memory_format=layout)  # type: ignore[call-overload]
         self._mean, self._std = (
             torch.tensor(values, device=self.device).view(1, -1, 1, 1) for values in (images.mean, images.std)
         )
@@ -182,7 +188,7 @@ class Learning:
         share = self.batch_size // self._ranks.size
         self._part = slice(self._ranks.rank * share, (self._ranks.rank + 1) * share)
         self._raw, self._labels = self.x_train[:share].clone(), self.y_train[:share].clone()
-        self._inputs = self.normalise(self._raw.float() / 255.0)
+        self._inputs = self.normalise(self._raw.float() / 255.0).contiguous(memory_format=layout)
         self._padding, self._flip = (problem.padding, problem.flip) if self.config["augment"] else (0, False)
         self.trainer = self._make_trainer(job.method.split("/", maxsplit=1)[0])
 

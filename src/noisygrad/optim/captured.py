@@ -11,13 +11,16 @@ from noisygrad.optim.base import NoisyOptimizer
 from noisygrad.optim.closures import Closure
 from noisygrad.optim.graphs import Replays
 
+_LOOK_EVERY = 100
+
 
 class CapturedStep:
     """`optimizer.step(closure)` without Python between the kernels; call it once for each step.
 
-    Steps that only move the mean and steps that take statistics are recorded apart and replayed. Steps that refresh the
-    factors, one in `factor_every`, run as they are, for they wait for the GPU anyway. Learning rates, the trust region
-    and the decay may change from step to step; the model's mode may too, and is recorded anew.
+    Steps that only move the mean, steps that take statistics and, of a diagonal posterior, steps that refresh the
+    factors are recorded apart and replayed. Matrices are factorised by steps that run as they are, one in
+    `factor_every`; so is one refresh of a diagonal in a hundred, which reports what went bad meanwhile. Learning rates,
+    the trust region and the decay may change from step to step; the model's mode may too, and is recorded anew.
 
     On a CPU, and in a distributed training, every step runs as it is.
 
@@ -39,24 +42,31 @@ class CapturedStep:
         self._prepare = prepare
         self._captures = optimizer.device.type == "cuda" and not optimizer.ranks.active
         self._replays = Replays(optimizer.device, optimizer.generators)
+        self._refreshes = 0
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
         """One step; returns its loss, in a tensor that the next step may overwrite."""
         optimizer, options = self._optimizer, self._optimizer.options
         step = optimizer._steps + 1
-        if not self._captures or options.factors_due(step):
+        statistics, refresh = options.stats_due(step), options.factors_due(step)
+        if not self._captures or (refresh and self._must_look()):
             return self._as_it_is()
         numbers = optimizer._numbers
         numbers.set(optimizer.param_groups, options.clip_at(step), options.decay_at(step))
-        statistics = options.stats_due(step)
-        key = (optimizer._memory(), numbers.key(optimizer.param_groups), self._mode())
-        self._replays.run("statistics" if statistics else "plain", key, self._work)
+        dampings = [group["damping"] for group in optimizer.param_groups]
+        key = (optimizer._memory(), numbers.key(optimizer.param_groups), self._mode(), *dampings)
+        self._replays.run(f"{statistics} {refresh}", key, self._work)
         if optimizer._steps < step:  # a replay: nothing on the host has noticed
             optimizer._steps = step
             if statistics:
                 optimizer.factors.count([block.name for block in optimizer.factors.blocks])
         return numbers.loss
+
+    def _must_look(self) -> bool:
+        """Whether this refresh waits for the GPU: all of matrices, one in so many of diagonals."""
+        self._refreshes += 1
+        return self._optimizer.family != "diagonal" or self._refreshes % _LOOK_EVERY == 1
 
     def _work(self) -> None:
         self._as_it_is()

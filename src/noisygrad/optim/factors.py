@@ -16,7 +16,7 @@ from torch import Tensor
 from noisygrad.distributed import Ranks
 from noisygrad.families import diagonal
 from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
-from noisygrad.families.factorisation import FactorisationError
+from noisygrad.families.factorisation import FactorisationError, capturing
 from noisygrad.posterior.structure import Block, Structure
 
 
@@ -144,6 +144,9 @@ class Factors:
     @contextmanager
     def unchanged_on_failure(self) -> Iterator[None]:
         """If a factorisation fails inside, the moving averages and their counts are as they were before."""
+        if capturing():  # nothing can fail where nothing is looked at
+            yield
+            return
         moments, updates, seen = self._moments.clone(), self.updates.clone(), self._seen
         try:
             yield
