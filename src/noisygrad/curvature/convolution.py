@@ -8,6 +8,7 @@ axis only, because along the other a tap is a slice of memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,9 @@ from torch import Tensor
 
 from noisygrad.curvature.passes import CACHE, FEW_POSITIONS, MatrixPass, sum_of_squared_products
 from noisygrad.families.moments import gram
+
+SMALL_PATCH = 64
+"""Patches of at most so many numbers, as of colour images, are rather made: a product with a part of one is thin."""
 
 
 def patches(module: Any, inputs: Tensor) -> Tensor:
@@ -97,6 +101,10 @@ class ConvolutionPass(MatrixPass):
         """The images, not the patches."""
         return {"inputs": self._images, "gradients": self.gradients}
 
+    @property
+    def _patch_size(self) -> int:
+        return math.prod(self._module.kernel_size) * int(self._images.shape[1])
+
     @cached_property
     def _geometry(self) -> tuple[Tensor, Axis, Axis]:
         """Images `[B, channels, height, width]`, their vertical and their horizontal axis."""
@@ -162,7 +170,12 @@ class ConvolutionPass(MatrixPass):
         least, most = self.gradients.aminmax()
         largest = torch.maximum(-least, most)
         scale = torch.where(largest > 0, largest, 1.0)
-        weight = self._squares_by_taps(scale) if positions <= FEW_POSITIONS else self._squares_by_rows(scale)
+        if positions <= FEW_POSITIONS:
+            weight = self._squares_by_taps(scale)
+        elif self._patch_size <= SMALL_PATCH:
+            weight = sum_of_squared_products(self.gradients / scale, self.activations)
+        else:
+            weight = self._squares_by_rows(scale)
         bias = (self.gradients.sum(dim=-2) / scale).square().sum(dim=-2)
         return self._flat(weight, bias) * (scale.square() / batch)
 
@@ -178,21 +191,25 @@ class ConvolutionPass(MatrixPass):
         return torch.stack(found, dim=-1).flatten(1)
 
     def _squares_by_rows(self, scale: Tensor) -> Tensor:
-        """Patches along the width, of some examples at a time; along the height a tap is a slice of them."""
+        """Patches along the width, of some examples at a time; along the height a tap is a slice of them.
+
+        So the rows that a tap would see above or below the image are left out, and only the sides are padded.
+        """
         images, vertical, horizontal = self._geometry
         channels, width = images.shape[1], horizontal.outputs
         zeros = self._module.padding_mode == "zeros"
-        padding = self._module._reversed_padding_repeated_twice if zeros else (0, 0)
+        sides = self._module._reversed_padding_repeated_twice[:2] if zeros else (0, 0)
         total = images.new_zeros(vertical.kernel, self.gradients.shape[-1], channels * horizontal.kernel)
         size = max(1, CACHE // (images[0].numel() * horizontal.kernel))
         for some, gradients in zip(images.split(size), self.gradients.split(size), strict=True):
             theirs = gradients / scale
-            strips = F.pad(some, padding).unfold(-1, width, horizontal.dilation).transpose(2, 3)
+            strips = F.pad(some, sides).unfold(-1, width, horizontal.dilation).transpose(2, 3)
             strips = strips.reshape(len(some), channels * horizontal.kernel, -1)  # [B, channels · taps, pixels]
             for tap, part in enumerate(total):
-                start = tap * vertical.dilation * width
-                seen = strips[..., start : start + theirs.shape[1]].mT
-                part.add_(sum_of_squared_products(theirs, seen))
+                start, stop = vertical.window(tap)
+                below = vertical.dilation * tap - vertical.before
+                seen = strips[..., (start + below) * width : (stop + below) * width].mT
+                part.add_(sum_of_squared_products(theirs[:, start * width : stop * width], seen))
         by_channel: Tensor = total.unflatten(-1, (channels, -1))  # [tap, outputs, channels, tap]
         return by_channel.permute(1, 2, 0, 3).flatten(1)
 

@@ -22,7 +22,7 @@ from noisygrad.families.kronecker import second_moment
 CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}
 """Per-example gradients are formed for at most this many numbers at a time: what fits a cache, or keeps a GPU busy."""
 
-CACHE = 1 << 20
+CACHE = 1 << 19
 """The same on a CPU where the matrices are made in one place: what its cache holds."""
 
 _PLACES = threading.local()

@@ -18,12 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from noisygrad.curvature.layers import Slot, Unit, find_units
+from noisygrad.curvature.parallel import side_by_side
 from noisygrad.curvature.passes import MatrixPass, Pass
 from noisygrad.families import dense, diagonal, kronecker, tridiagonal
 from noisygrad.families.base import Prior, Statistics
 
 Family = Literal["diagonal", "kronecker", "tridiagonal", "full"]
 FAMILIES: tuple[Family, ...] = ("diagonal", "kronecker", "tridiagonal", "full")
+LARGE = 100_000
+"""From so many weights on, the statistics of a CPU's layers are taken side by side."""
 LARGEST_DENSE = 20_000
 """A dense block of more weights than this (3 GB in float64) is refused with advice instead of an out-of-memory."""
 
@@ -111,7 +114,10 @@ class Block:
         """
         seen = [unit for unit in self.units if unit.name in passes]
         if self.family == "diagonal" and seen:
-            return diagonal.Statistics(self._joined({unit.name: passes[unit.name].squares() for unit in seen}))
+            of_cpu = next(iter(current.tensors().values())).device.type == "cpu"
+            mine = {unit.name: passes[unit.name].squares for unit in seen}
+            found = side_by_side(list(mine.values()), when=of_cpu and self.size >= LARGE)
+            return diagonal.Statistics(self._joined(dict(zip(mine, found, strict=True))))
         if self.family == "full" and seen:
             return dense.Statistics.measure(self._joined({unit.name: passes[unit.name].rows() for unit in seen}))
         if not seen:
