@@ -14,9 +14,10 @@ import torch
 from typer.testing import CliRunner
 
 from noisygrad.cli import main
+from noisygrad.data import load_images
 from noisygrad.experiments import classification
 from noisygrad.experiments.cells import Results
-from noisygrad.experiments.classification import CONFIGURATIONS, METHODS, plan, run_job
+from noisygrad.experiments.classification import CONFIGURATIONS, METHODS, held_out, plan, run_job
 from noisygrad.experiments.image_methods import UnknownImageMethodError, full_name, settings
 from noisygrad.training.augmentation import random_crop
 
@@ -92,6 +93,22 @@ def test_the_command_resumes_and_shows_a_table(tmp_path: Path) -> None:
     code, output = run(*arguments[:-3], "--epochs", 3, "--results", tmp_path)
     assert code == 2
     assert "epochs" in output
+
+
+def test_validation_never_sees_the_test_images(tmp_path: Path) -> None:
+    images = load_images("digits")
+    held = held_out(images)
+    assert np.array_equal(np.concatenate([held.x_train, held.x_test]), images.x_train)
+    arguments = ("--data", "digits", "--methods", "SGD", "--configurations", "plain", "--epochs", 1, "--validation")
+    for more in ((), ("--set", "lr=0.02")):
+        code, output = run(*arguments, *more, "--results", tmp_path)
+        assert code == 0, output
+    cells = Results(tmp_path, "classification-validation").load()
+    assert [cell.method for cell in cells] == ["SGD", "SGD lr=0.02"]
+    assert not Results(tmp_path, "classification").path.exists()
+    code, output = run(*arguments[:-1], "--set", "lr=0.02", "--results", tmp_path)
+    assert code == 2
+    assert "validation" in output
 
 
 def test_two_processes_train_one_network(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ class ConvolutionPass(MatrixPass):
 
     @property
     def _patch_size(self) -> int:
-        return math.prod(self._module.kernel_size) * int(self._images.shape[1])
+        return int(self._images.shape[1]) * math.prod(map(int, self._module.kernel_size))
 
     @cached_property
     def _geometry(self) -> tuple[Tensor, Axis, Axis]:

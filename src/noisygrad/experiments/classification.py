@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -38,6 +38,9 @@ from noisygrad.training.history import EpochRecord, History
 from noisygrad.training.loop import train
 
 EXPERIMENT = "classification"
+VALIDATION = "classification-validation"
+"""The same on training images held out: settings are chosen there, and the test images stay unseen."""
+_HELD_OUT = 0.1
 DATA = ("cifar10", "mnist", "digits")
 
 Report = Callable[[float, str], None]
@@ -70,6 +73,7 @@ def plan(
     epochs: int | None = None,
     train_size: int | None = None,
     learned_norm: bool = False,
+    validation: bool = False,
     changes: Config | None = None,
 ) -> list[Job]:
     """One job for each method, configuration and seed, seed by seed.
@@ -82,8 +86,14 @@ def plan(
         epochs: Instead of the data set's own number.
         train_size: Only so many training images.
         learned_norm: Learn the scales and shifts of batch normalisation, which the paper leaves at 1 and 0.
-        changes: Other settings of the methods, by name.
+        validation: Measure on a tenth of the training images, held out, instead of the test images.
+        changes: Other settings of the methods, by name; the jobs are named after them. For validation alone.
+
+    Raises:
+        ValueError: For changes without validation, or of a setting that a method does not have.
     """
+    if changes and not validation:
+        raise ValueError("settings are chosen on images held out of the training part: ask for validation")
     problem = PROBLEMS[data]
     jobs = []
     for seed in range(seeds):
@@ -104,8 +114,10 @@ def plan(
                     "train_size": train_size,
                     **own,
                     **(changes or {}),
+                    **({"validation": True} if validation else {}),
                 }
                 name = full_name(method, configuration, learned_norm=learned_norm and batch_norm)
+                name = " ".join([name, *(f"{key}={value}" for key, value in (changes or {}).items())])
                 jobs.append(Job(data=data, method=name, replicates=(seed,), config=config, cost=config["epochs"]))
     return jobs
 
@@ -137,6 +149,9 @@ def _run(
     start = time.perf_counter()
     config = job.config
     images = load_images(job.data, data_dir)
+    validation = config.get("validation", False)
+    if validation:
+        images = held_out(images)
     if config["train_size"] is not None:
         images = subset(images, config["train_size"], seed)
     torch.manual_seed(seed)
@@ -154,7 +169,9 @@ def _run(
     history = learning.train(on_epoch, path, checkpoint_every)
     trained = time.perf_counter() - start
     figures = learning.figures(history, data_dir)
-    cell = job.cell(EXPERIMENT, seed, figures, seconds=trained, device=device_name(device))
+    cell = job.cell(
+        VALIDATION if validation else EXPERIMENT, seed, figures, seconds=trained, device=device_name(device)
+    )
     if path is not None:
         path.unlink(missing_ok=True)
     return cell
@@ -190,7 +207,7 @@ class Learning:
         self._raw, self._labels = self.x_train[:share].clone(), self.y_train[:share].clone()
         self._inputs = self.normalise(self._raw.float() / 255.0).contiguous(memory_format=layout)
         self._padding, self._flip = (problem.padding, problem.flip) if self.config["augment"] else (0, False)
-        self.trainer = self._make_trainer(job.method.split("/", maxsplit=1)[0])
+        self.trainer = self._make_trainer(job.method.partition(" ")[0].split("/")[0])
 
     def _make_trainer(self, method: str) -> Trainer:
         model: nn.Module = self.network
@@ -267,6 +284,18 @@ class Learning:
         return found
 
 
+def held_out(images: Images) -> Images:
+    """The training images alone, of which the last tenth stands for the test images."""
+    kept = len(images.x_train) - max(1, round(_HELD_OUT * len(images.x_train)))
+    return replace(
+        images,
+        x_train=images.x_train[:kept],
+        y_train=images.y_train[:kept],
+        x_test=images.x_train[kept:],
+        y_test=images.y_train[kept:],
+    )
+
+
 def make_network(config: Config, images: Images, generator: torch.Generator) -> nn.Module:
     """The network of a cell, with the images' channels and size."""
     channels, size = images.x_train.shape[1], images.x_train.shape[-1]
@@ -283,4 +312,14 @@ def _file_name(job: Job, seed: int) -> str:
     return f"{job.data}-{job.method.replace('/', '-')}-{seed}-{mark}-{processes().rank}"
 
 
-__all__ = ["CONFIGURATIONS", "DATA", "EXPERIMENT", "LEARNED_NORM", "METHODS", "Learning", "plan", "run_job"]
+__all__ = [
+    "CONFIGURATIONS",
+    "DATA",
+    "EXPERIMENT",
+    "LEARNED_NORM",
+    "METHODS",
+    "VALIDATION",
+    "Learning",
+    "plan",
+    "run_job",
+]

@@ -1,0 +1,128 @@
+"""`noisygrad reproduce classification`: Table 2 and the reliability diagrams."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from noisygrad.reproduce.options import (
+    DataFolder,
+    Device,
+    Epochs,
+    Names,
+    ResultsFolder,
+    Settings,
+    Validation,
+    Workers,
+    check_device,
+    chosen,
+    clear_errors,
+    data_folder,
+    parsed_settings,
+    run_missing,
+)
+
+if TYPE_CHECKING:
+    from noisygrad.experiments.cells import Job
+
+
+def classification(
+    data: Annotated[Literal["cifar10", "mnist", "digits"], typer.Option(help="Small sets take minutes on a CPU.")] = (
+        "cifar10"
+    ),
+    methods: Names = None,
+    configurations: Annotated[
+        str | None, typer.Option(metavar="NAME,NAME…", help="Of plain, D (augmented), B (batch norm), D+B.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each; they show the spread.")] = 1,
+    results: ResultsFolder = Path("results"),
+    data_dir: DataFolder = None,
+    device: Device = "cpu",
+    workers: Workers = 1,
+    epochs: Epochs = None,
+    train_size: Annotated[int | None, typer.Option(min=1, help="Only so many training images.")] = None,
+    learned_norm: Annotated[
+        bool, typer.Option("--learned-norm", help="Learn scales and shifts of batch norm, unlike the paper.")
+    ] = False,
+    checkpoints: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Of trainings at work; a folder beside the results else.")
+    ] = None,
+    checkpoint_every: Annotated[int, typer.Option(min=1, help="In epochs.")] = 1,
+    validation: Validation = False,
+    settings: Settings = None,
+) -> None:
+    """Table 2 and the reliability diagrams: VGG16 on CIFAR-10, or a small network on digits.
+
+    A training that is stopped goes on at its last checkpoint. Under torchrun the processes share each training.
+    """
+    from noisygrad.distributed import join_processes
+    from noisygrad.experiments import classification as experiment
+
+    with clear_errors(), join_processes(device) as processes:
+        check_device(device)
+        asked = chosen(methods, experiment.METHODS)
+        named = chosen(configurations, experiment.CONFIGURATIONS)
+        if processes.size > 1 and workers > 1:
+            raise typer.BadParameter("--workers trains networks side by side, torchrun one in all processes: not both")
+        jobs = experiment.plan(
+            data,
+            asked,
+            named,
+            seeds=seeds,
+            epochs=epochs,
+            train_size=train_size,
+            learned_norm=learned_norm,
+            validation=validation,
+            changes=parsed_settings(settings or []),
+        )
+        name = experiment.VALIDATION if validation else experiment.EXPERIMENT
+        folder = results / "checkpoints" if checkpoints is None else checkpoints
+        work = partial(
+            experiment.run_job,
+            data_dir=data_folder(data_dir),
+            device=device,
+            checkpoints=os.fspath(folder.resolve()),
+            checkpoint_every=checkpoint_every,
+        )
+        if processes.rank > 0:
+            for job in _left(name, jobs, results):
+                work(job, lambda fraction, text: None)
+            return
+        if processes.size > 1:
+            _left(name, jobs, results)
+        failed = run_missing(name, jobs, work, results, "local", workers, None)
+        _show_classification(results, name, data)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _left(experiment: str, jobs: Sequence[Job], results: Path) -> list[Job]:
+    """What the first of several processes finds missing, for all of them."""
+    from noisygrad.distributed import of_first_process
+    from noisygrad.experiments.cells import Results
+
+    return of_first_process(lambda: Results(results, experiment).missing(jobs))
+
+
+def _show_classification(results: Path, experiment: str, data: str) -> None:
+    from noisygrad.experiments.cells import Results
+    from noisygrad.report.calibration import scores_table
+    from noisygrad.report.classification import accuracy_table
+    from noisygrad.report.study import Study
+
+    cells = [cell for cell in Results(results, experiment).load() if cell.data == data]
+    study = Study(cells)
+    console = Console(highlight=False)
+    console.print()
+    if (experiment, data) == ("classification", "cifar10"):
+        console.print(accuracy_table(study).rich())
+    names = {method: method for method in study.methods}
+    console.print(
+        scores_table(study, data, names, f"{data}: accuracy in per cent, and how well it is calibrated").rich()
+    )
