@@ -28,9 +28,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import noisygrad as ng
+from noisygrad.optim import CapturedStep
+from noisygrad.optim.graphs import Replay
 
 STATS_EVERY, FACTOR_EVERY = 10, 200
 METHODS = ("SGD", "AdamW fused", "IVON", "NoisyAdam", "NoisyKFAC")
+CAPTURED = ("SGD captured", "NoisyAdam captured", "NoisyKFAC captured")
+"""The same as CUDA graphs: on a GPU only."""
+WARM_UPS = 6  # a graph is recorded in the fourth run
 Step = Callable[[], object]
 
 
@@ -76,6 +81,7 @@ def make_steps(method: str, p: Problem) -> dict[str, Step]:
     """The kinds of step of a method by name; all but ours have only `plain`."""
     torch.manual_seed(0)
     model = p.model().train()
+    method, captured = method.removesuffix(" captured"), method.endswith(" captured")
     if method.startswith("Noisy"):
         optimizer = getattr(ng, method)(
             model,
@@ -92,10 +98,12 @@ def make_steps(method: str, p: Problem) -> dict[str, Step]:
         optimizer.factors.updates.fill_(1e9)
         kinds = {"plain": STATS_EVERY * 7, "statistics": STATS_EVERY * 3 - 1, "refresh": FACTOR_EVERY - 1}
 
+        whole = CapturedStep(optimizer, lambda: (model(p.x), p.y))
+
         def step(before: int) -> Step:
             def run() -> object:
                 optimizer._steps = before  # the schedule looks at the step count alone
-                return optimizer.step(lambda: (model(p.x), p.y))
+                return whole() if captured else optimizer.step(lambda: (model(p.x), p.y))
 
             return run
 
@@ -126,7 +134,7 @@ def make_steps(method: str, p: Problem) -> dict[str, Step]:
         optimizer.step()
         return loss
 
-    return {"plain": plain}
+    return {"plain": Replay(plain) if captured else plain}
 
 
 def seconds(step: Step, count: int, device: torch.device) -> float:
@@ -162,7 +170,7 @@ def measure(
         counts = {"plain": 50, "statistics": 10, "refresh": 2}
     for kinds in steps.values():
         for step in kinds.values():
-            seconds(step, 3, device)
+            seconds(step, WARM_UPS, device)
     found: dict[str, dict[str, list[float]]] = {m: {kind: [] for kind in kinds} for m, kinds in steps.items()}
     for _ in range(rounds):
         for method, kinds in steps.items():
@@ -182,7 +190,7 @@ def peak_memory(name: str, method: str, device: torch.device, stats_batch: int |
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         for step in make_steps(method, p).values():
-            seconds(step, 3, device)
+            seconds(step, WARM_UPS, device)
         return torch.cuda.max_memory_allocated() / 2**20
     code = subprocess.run(
         [sys.executable, __file__, "--stats-batch", str(stats_batch or 0), "--only-memory", name, method],
@@ -211,20 +219,20 @@ def peak_resident() -> float:
 def report(name: str, results: dict[str, dict[str, float]]) -> None:
     """A table with ratios to SGD and to IVON."""
     print(f"\n{name}")
-    print(f"{'method':14}{'step':>12}{'× SGD':>9}{'× IVON':>9}{'peak MB':>10}   plain / statistics / refresh")
+    print(f"{'method':20}{'step':>12}{'× SGD':>9}{'× IVON':>9}{'peak MB':>10}   plain / statistics / refresh")
     for method, row in results.items():
         sgd = row["step"] / results["SGD"]["step"] if "SGD" in results else float("nan")
         peer = row["step"] / results["IVON"]["step"] if "IVON" in results else float("nan")
         kinds = " / ".join(f"{row[k] * 1e3:.3f}" for k in ("plain", "statistics", "refresh") if k in row)
         memory = f"{row['peak_mb']:.0f}" if "peak_mb" in row else "-"
-        print(f"{method:14}{row['step'] * 1e3:9.3f} ms{sgd:9.2f}{peer:9.2f}{memory:>10}   {kinds} ms")
+        print(f"{method:20}{row['step'] * 1e3:9.3f} ms{sgd:9.2f}{peer:9.2f}{memory:>10}   {kinds} ms")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--models", nargs="+", default=["mlp", "vgg16"], choices=["mlp", "vgg16"])
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--methods", nargs="+", choices=METHODS + CAPTURED, help="all that the device can run")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--stats-batch", type=int, default=0, help="examples of a VGG16 batch for statistics; 0: all")
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True)
@@ -236,7 +244,7 @@ def main() -> None:
         only_memory(*arguments.only_memory, stats_batch)
         return
     device = torch.device(arguments.device)
-    methods = list(arguments.methods)
+    methods = list(arguments.methods or METHODS + (CAPTURED if device.type == "cuda" else ()))
     try:
         import ivon  # noqa: F401
     except ImportError:

@@ -11,7 +11,7 @@ from torch import nn
 import noisygrad as ng
 from noisygrad.curvature import passes
 from noisygrad.curvature.capture import Capture
-from noisygrad.curvature.convolution import ConvolutionPass, patches
+from noisygrad.curvature.convolution import ConvolutionPass, PatchedPass, patches
 from noisygrad.curvature.fisher import fisher_passes
 from noisygrad.curvature.layers import find_layer, find_units
 from noisygrad.curvature.passes import MatrixPass, sum_of_squared_products
@@ -113,13 +113,27 @@ def test_matrices_larger_than_the_cache_are_summed_in_panels(cache, monkeypatch)
 def test_other_geometries_keep_their_patches(arguments):
     module = make_conv(**arguments)
     seen, gradient = observe(module, torch.randn(3, 3, 6, 7, dtype=torch.float64))
-    assert type(seen) is MatrixPass
+    assert type(seen) is (PatchedPass if module.groups == 1 else MatrixPass)
     close(seen.squares(), seen.rows().square().mean(dim=0))
     if module.groups == 1:
         a = torch.cat([seen.activations, torch.ones_like(seen.activations[..., :1])], -1).flatten(0, 1)
         close(seen.input_moment(), a.T @ a / len(a))
         g = gradient.movedim(1, -1).flatten(0, 2)
         close(seen.output_moment(), g.T @ g / 3)
+
+
+@pytest.mark.parametrize("chunk", [1, 500, 1000, 10**6])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_patches_of_some_examples_at_a_time_are_enough(chunk, stride, monkeypatch):
+    module = make_conv(kernel_size=3, stride=stride, padding=1)
+    images = torch.randn(5, 3, 6, 7, dtype=torch.float64)
+    gradient = torch.randn_like(module(images))
+    inputs, outputs, squares = truth(module, images, gradient, True)
+    monkeypatch.setitem(passes.CHUNK, "cpu", chunk)
+    seen = PatchedPass(module, images, gradient, True)
+    close(seen.input_moment(), inputs)
+    close(seen.output_moment(), outputs)
+    close(seen.squares(), squares)
 
 
 def test_a_frozen_weight_leaves_the_bias():

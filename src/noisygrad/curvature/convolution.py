@@ -9,7 +9,7 @@ axis only, because along the other a tap is a slice of memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from noisygrad.curvature.passes import CACHE, FEW_POSITIONS, MatrixPass, sum_of_squared_products
+from noisygrad.curvature.passes import CACHE, CHUNK, FEW_POSITIONS, MatrixPass, sum_of_squared_products
 from noisygrad.families.moments import gram
 
 SMALL_PATCH = 64
@@ -72,11 +72,8 @@ class Axis:
         return found
 
 
-class ConvolutionPass(MatrixPass):
-    """A pass through a convolution of one or two axes with stride 1 and one group, on a CPU.
-
-    `activations`, the patches, are made only if somebody asks for them.
-    """
+class PatchedPass(MatrixPass):
+    """A pass through a convolution of one group, whose patches are made only of some examples at a time."""
 
     def __init__(self, module: Any, images: Tensor, gradients: Tensor, constant: bool) -> None:
         self._module = module
@@ -88,22 +85,50 @@ class ConvolutionPass(MatrixPass):
 
     @staticmethod
     def applies(module: Any, images: Tensor, batch: int) -> bool:
-        """Whether this layer's geometry, device and batch allow it; else the patches are a `MatrixPass`."""
-        plain = module.groups == 1 and len(module.kernel_size) <= 2 and all(step == 1 for step in module.stride)
-        return plain and images.device.type == "cpu" and images.shape[0] == batch
+        """Whether each image is an example, and there is one group; else the patches are a `MatrixPass`."""
+        return module.groups == 1 and images.shape[0] == batch
 
-    @cached_property
+    @property
     def activations(self) -> Tensor:  # type: ignore[override]
-        """The patches, `[B, positions, channels · kernel]`."""
+        """The patches of all examples, `[B, positions, channels · kernel]`; made whenever somebody asks for them."""
         return patches(self._module, self._images)
 
     def carried(self) -> dict[str, Tensor]:
         """The images, not the patches."""
         return {"inputs": self._images, "gradients": self.gradients}
 
+    def input_moment(self) -> Tensor:
+        """The mean of a aᵀ, a sum over parts of the batch."""
+        return self._mean(MatrixPass.input_moment, self._patch_size * self.gradients.shape[1])
+
+    def squares(self) -> Tensor:
+        """The mean over the batch of squared per-example gradients, a sum over parts of it."""
+        return self._mean(MatrixPass.squares, self._patch_size * max(self.gradients.shape[1:]))
+
+    def _mean(self, measure: Callable[[MatrixPass], Tensor], numbers: int) -> Tensor:
+        """Of parts of the batch, each as large as memory should be used, where an example takes so many numbers."""
+        size = max(1, CHUNK.get(self._images.device.type, 1 << 24) // max(1, numbers))
+        total: Tensor | None = None
+        for images, gradients in zip(self._images.split(size), self.gradients.split(size), strict=True):
+            share = len(images) / len(self._images)
+            part = measure(MatrixPass(patches(self._module, images), gradients, self.constant))
+            total = part * share if total is None else total.add_(part, alpha=share)
+        assert total is not None
+        return total
+
     @property
     def _patch_size(self) -> int:
         return int(self._images.shape[1]) * math.prod(map(int, self._module.kernel_size))
+
+
+class ConvolutionPass(PatchedPass):
+    """The same, of one or two axes with stride 1, on a CPU: without most of the patches."""
+
+    @staticmethod
+    def applies(module: Any, images: Tensor, batch: int) -> bool:
+        """Whether this layer's geometry, device and batch allow it."""
+        plain = len(module.kernel_size) <= 2 and all(step == 1 for step in module.stride)
+        return plain and images.device.type == "cpu" and PatchedPass.applies(module, images, batch)
 
     @cached_property
     def _geometry(self) -> tuple[Tensor, Axis, Axis]:
@@ -165,7 +190,7 @@ class ConvolutionPass(MatrixPass):
         """The mean over the batch of squared per-example gradients, without the patches."""
         batch, positions, _ = self.gradients.shape
         if positions == 1:
-            return super().squares()
+            return MatrixPass.squares(self)
         # Squares of small gradients would be denormal numbers: most CPUs are slow at those, and digits are lost.
         least, most = self.gradients.aminmax()
         largest = torch.maximum(-least, most)

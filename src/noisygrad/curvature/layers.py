@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from noisygrad.curvature.convolution import ConvolutionPass, patches
+from noisygrad.curvature.convolution import ConvolutionPass, PatchedPass, patches
 from noisygrad.curvature.passes import ElementwisePass, EmbeddingPass, MatrixPass, Pass, SummedPass
 from noisygrad.networks import ReplicatedLinear
 
@@ -228,8 +228,9 @@ def _observe_conv(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, bat
     if inputs.shape[0] % batch:
         raise ValueError(f"layer {unit.name!r} saw {inputs.shape[0]} images while the loss has a batch of {batch}")
     if unit.inputs > unit.constant:
-        if ConvolutionPass.applies(module, inputs, batch):
-            return ConvolutionPass(module, inputs, gradient, unit.constant)
+        for kind in (ConvolutionPass, PatchedPass):
+            if kind.applies(module, inputs, batch):
+                return kind(module, inputs, gradient, unit.constant)
         activations = patches(module, inputs)
     else:
         activations = inputs.new_zeros(inputs.shape[0], math.prod(gradient.shape[2:]), 0)

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from noisygrad.families.kronecker import second_moment
 
-CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}
-"""Per-example gradients are formed for at most this many numbers at a time: what fits a cache, or keeps a GPU busy."""
+CHUNK = {"cpu": 1 << 22, "cuda": 1 << 24}
+"""Per-example gradients, and patches, are made of at most this many numbers at a time: what fits a cache, or is little
+beside what a GPU holds and still keeps it busy."""
 
 CACHE = 1 << 19
 """The same on a CPU where the matrices are made in one place: what its cache holds."""
