@@ -17,8 +17,9 @@ from noisygrad.cli import main
 from noisygrad.data import load_images
 from noisygrad.experiments import classification
 from noisygrad.experiments.cells import Results
-from noisygrad.experiments.classification import CONFIGURATIONS, METHODS, held_out, plan, run_job
-from noisygrad.experiments.image_methods import UnknownImageMethodError, full_name, settings
+from noisygrad.experiments.classification import held_out, plan, run_job
+from noisygrad.experiments.configurations import full_name, has
+from noisygrad.experiments.image_methods import METHODS, UnknownImageMethodError, settings
 from noisygrad.training.augmentation import random_crop
 
 
@@ -169,10 +170,16 @@ def test_settings_are_the_released_ones() -> None:
 
 def test_names_of_cells() -> None:
     assert full_name("K-FAC", "plain") == "K-FAC"
-    assert full_name("K-FAC", "D+B", learned_norm=True) == "K-FAC/D+B/learned-norm"
+    assert full_name("K-FAC/learned-norm", "D+B") == "K-FAC/D+B/learned-norm"
+    assert [has(name, "D") for name in ("plain", "D", "B", "D+B")] == [False, True, False, True]
     jobs = plan("cifar10", ["K-FAC"], learned_norm=True)
     assert [job.method for job in jobs] == ["K-FAC", "K-FAC/D", "K-FAC/B/learned-norm", "K-FAC/D+B/learned-norm"]
-    assert [(job.config["augment"], job.config["batch_norm"]) for job in jobs] == list(CONFIGURATIONS.values())
+    assert [(job.config["augment"], job.config["batch_norm"]) for job in jobs] == [
+        (False, False),
+        (True, False),
+        (False, True),
+        (True, True),
+    ]
 
 
 def test_a_crop_is_a_piece_of_the_padded_image() -> None:

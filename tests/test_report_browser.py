@@ -11,8 +11,8 @@ import pytest
 
 import made_results
 from noisygrad.experiments.cells import Results
+from noisygrad.experiments.configurations import CONFIGURATIONS
 from noisygrad.report import paper, site
-from noisygrad.report.configurations import CONFIGURATIONS
 from noisygrad.report.regression import METRICS
 from noisygrad.report.study import Study
 

@@ -8,6 +8,7 @@ import pytest
 import made_results
 from made_results import classified, trained
 from noisygrad.experiments.cells import Cell, Results
+from noisygrad.experiments.configurations import CONFIGURATIONS, full_name, heading, parts
 from noisygrad.report import classification, paper, site
 from noisygrad.report.calibration import (
     corruption_panels,
@@ -24,7 +25,6 @@ from noisygrad.report.classification import (
     training_panels,
 )
 from noisygrad.report.comparison import ACCURACY, IN_STANDARD_ERRORS, RMSE, Estimate, signed_difference, verdict
-from noisygrad.report.configurations import CONFIGURATIONS, full_name, heading, parts
 from noisygrad.report.figures import Curve, Panel, curve_panels, mean_curve
 from noisygrad.report.page import Page
 from noisygrad.report.reasons import REASONS

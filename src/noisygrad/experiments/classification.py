@@ -21,17 +21,9 @@ from noisygrad.data.images import Images, load_images, load_out_of_distribution,
 from noisygrad.distributed import processes
 from noisygrad.experiments.calibration import accuracy_of, measured, out_of_distribution, under_corruption
 from noisygrad.experiments.cells import Cell, Job
+from noisygrad.experiments.configurations import CONFIGURATIONS, LEARNED_NORM, full_name, has
 from noisygrad.experiments.environment import device_name
-from noisygrad.experiments.image_methods import (
-    CONFIGURATIONS,
-    LEARNED_NORM,
-    METHODS,
-    Config,
-    Trainer,
-    full_name,
-    make_trainer,
-    settings,
-)
+from noisygrad.experiments.image_methods import METHODS, Config, Trainer, make_trainer, settings
 from noisygrad.networks import VGG16, ConvNet
 from noisygrad.training.augmentation import random_crop
 from noisygrad.training.history import EpochRecord, History
@@ -99,7 +91,7 @@ def plan(
     for seed in range(seeds):
         for method in methods:
             for configuration in configurations:
-                augment, batch_norm = CONFIGURATIONS[configuration]
+                augment, batch_norm = has(configuration, "D"), has(configuration, "B")
                 own = settings(method, configuration)
                 unknown = [name for name in changes or {} if name not in own]
                 if unknown:
@@ -116,7 +108,7 @@ def plan(
                     **(changes or {}),
                     **({"validation": True} if validation else {}),
                 }
-                name = full_name(method, configuration, learned_norm=learned_norm and batch_norm)
+                name = full_name(f"{method}/{LEARNED_NORM}" if learned_norm and batch_norm else method, configuration)
                 name = " ".join([name, *(f"{key}={value}" for key, value in (changes or {}).items())])
                 jobs.append(Job(data=data, method=name, replicates=(seed,), config=config, cost=config["epochs"]))
     return jobs
@@ -310,16 +302,3 @@ def _file_name(job: Job, seed: int) -> str:
     words = json.dumps([job.data, job.method, seed, job.config, processes().size], sort_keys=True)
     mark = hashlib.sha256(words.encode()).hexdigest()[:8]
     return f"{job.data}-{job.method.replace('/', '-')}-{seed}-{mark}-{processes().rank}"
-
-
-__all__ = [
-    "CONFIGURATIONS",
-    "DATA",
-    "EXPERIMENT",
-    "LEARNED_NORM",
-    "METHODS",
-    "VALIDATION",
-    "Learning",
-    "plan",
-    "run_job",
-]

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from noisygrad.baselines.bbb_network import BayesByBackprop
+from noisygrad.experiments.configurations import CONFIGURATIONS
 from noisygrad.likelihoods import Categorical
 from noisygrad.optim import CapturedStep, NoisyAdam, NoisyKFAC
 from noisygrad.optim.graphs import Replays
@@ -27,27 +28,12 @@ from noisygrad.posterior.weights import FlatWeights
 Config = dict[str, Any]
 
 METHODS = ("SGD", "K-FAC", "K-FAC+WD", "BBB", "noisy-Adam", "noisy-K-FAC")
-CONFIGURATIONS: dict[str, tuple[bool, bool]] = {
-    "plain": (False, False),
-    "D": (True, False),
-    "B": (False, True),
-    "D+B": (True, True),
-}
-"""Whether the data are augmented, and whether there is batch normalisation."""
-LEARNED_NORM = "learned-norm"
-
 _CIFAR_PRIOR = {"plain": (0.5, 0.1, 1e-3), "D": (0.1, 0.1, 1e-3), "B": (0.5, 1.0, 1e-2), "D+B": (0.1, 1.0, 1e-2)}
 """λ, η and the trust region c₀ of the released configurations."""
 
 
 class UnknownImageMethodError(ValueError):
     """A method or a configuration that does not exist; the message lists those that do."""
-
-
-def full_name(method: str, configuration: str, *, learned_norm: bool = False) -> str:
-    """As cells name it."""
-    parts = [method] + ([] if configuration == "plain" else [configuration]) + ([LEARNED_NORM] if learned_norm else [])
-    return "/".join(parts)
 
 
 def settings(method: str, configuration: str) -> Config:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from noisygrad.experiments.cells import Cell
+from noisygrad.experiments.configurations import CONFIGURATIONS, full_name, heading, parts
 from noisygrad.plots import ReliabilityBins, reliability_of_bins
 from noisygrad.report.comparison import ACCURACY, BRIER, ECE, NLL, Metric
-from noisygrad.report.configurations import CONFIGURATIONS, full_name, heading, parts
 from noisygrad.report.figures import Curve, Panel, curve_panels, method_colour
 from noisygrad.report.page import Page
 from noisygrad.report.study import Study

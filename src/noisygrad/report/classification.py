@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from noisygrad.experiments.cells import Cell, Results
+from noisygrad.experiments.configurations import CONFIGURATIONS, PLAIN, full_name, heading, parts
 from noisygrad.report import paper
 from noisygrad.report.calibration import (
     OURS,
@@ -20,7 +21,6 @@ from noisygrad.report.calibration import (
     scores_table,
 )
 from noisygrad.report.comparison import ACCURACY, ECE, Metric, signed
-from noisygrad.report.configurations import CONFIGURATIONS, PLAIN, full_name, heading, parts
 from noisygrad.report.figures import Curve, Panel, View, curve_panels
 from noisygrad.report.page import Page
 from noisygrad.report.provenance import add_environment, add_settings, wall_time_table

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from noisygrad.experiments.configurations import CONFIGURATIONS, full_name
 from noisygrad.report.comparison import ACCURACY, LOG_LIKELIHOOD, RMSE, Estimate
-from noisygrad.report.configurations import CONFIGURATIONS, full_name
 
 TABLE_1_METHODS = ("BBB", "PBP", "NNG-FFG", "NNG-MVG")
 SUPPLEMENT_METHODS = ("PBP_MV", "VMG")

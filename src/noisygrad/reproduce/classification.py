@@ -63,11 +63,13 @@ def classification(
     """
     from noisygrad.distributed import join_processes
     from noisygrad.experiments import classification as experiment
+    from noisygrad.experiments.configurations import CONFIGURATIONS
+    from noisygrad.experiments.image_methods import METHODS
 
     with clear_errors(), join_processes(device) as processes:
         check_device(device)
-        asked = chosen(methods, experiment.METHODS)
-        named = chosen(configurations, experiment.CONFIGURATIONS)
+        asked = chosen(methods, METHODS)
+        named = chosen(configurations, CONFIGURATIONS)
         if processes.size > 1 and workers > 1:
             raise typer.BadParameter("--workers trains networks side by side, torchrun one in all processes: not both")
         jobs = experiment.plan(
@@ -112,17 +114,17 @@ def _left(experiment: str, jobs: Sequence[Job], results: Path) -> list[Job]:
 
 def _show_classification(results: Path, experiment: str, data: str) -> None:
     from noisygrad.experiments.cells import Results
+    from noisygrad.experiments.configurations import CONFIGURATIONS, full_name
+    from noisygrad.experiments.image_methods import METHODS
     from noisygrad.report.calibration import scores_table
     from noisygrad.report.classification import accuracy_table
     from noisygrad.report.study import Study
 
     cells = [cell for cell in Results(results, experiment).load() if cell.data == data]
-    study = Study(cells)
+    study = Study(cells, [full_name(method, configuration) for method in METHODS for configuration in CONFIGURATIONS])
     console = Console(highlight=False)
     console.print()
     if (experiment, data) == ("classification", "cifar10"):
         console.print(accuracy_table(study).rich())
     names = {method: method for method in study.methods}
-    console.print(
-        scores_table(study, data, names, f"{data}: accuracy in per cent, and how well it is calibrated").rich()
-    )
+    console.print(scores_table(study, data, names, f"{data}: accuracy and calibration").rich())

@@ -11,6 +11,13 @@ CONFIGURATIONS: dict[str, str] = {
 """The columns of Table 2, with what they mean."""
 
 PLAIN = "plain"
+LEARNED_NORM = "learned-norm"
+"""Suffix of a method whose batch norm has learned scales and shifts."""
+
+
+def has(configuration: str, letter: str) -> bool:
+    """Whether a configuration has augmented data ("D") or batch norm ("B")."""
+    return letter in configuration.split("+")
 
 
 def parts(name: str) -> tuple[str, str]:
