@@ -134,7 +134,7 @@ def make_steps(method: str, p: Problem) -> dict[str, Step]:
         optimizer.step()
         return loss
 
-    return {"plain": Replay(plain) if captured else plain}
+    return {"plain": Replay(plain, p.x.device) if captured else plain}
 
 
 def seconds(step: Step, count: int, device: torch.device) -> float:

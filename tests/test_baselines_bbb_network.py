@@ -74,7 +74,18 @@ def test_the_mean_comes_back_after_a_failure():
     assert torch.equal(model.weight, before)
 
 
-@pytest.mark.parametrize(("name", "value"), [("num_data", 0), ("lr", -1.0), ("kl_weight", 0.0), ("initial_std", 0.0)])
+def test_noise_that_would_have_to_be_learned_is_refused():
+    x, y = linear_problem()
+    model = nn.Linear(5, 1)
+    optimizer = BayesByBackprop(model, ng.Gaussian(), num_data=200)
+    with pytest.raises(ValueError, match="noise_variance"):
+        optimizer.step(lambda: (model(x), y))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_data", 0), ("lr", -1.0), ("kl_weight", 0.0), ("initial_std", 0.0), ("prior_variance", -1.0)],
+)
 def test_wrong_numbers_are_named(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=name):
         make(nn.Linear(2, 1), **{name: value})

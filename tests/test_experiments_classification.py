@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from noisygrad.cli import main
-from noisygrad.data import load_images
+from noisygrad.data import load_images, subset
 from noisygrad.experiments import classification
 from noisygrad.experiments.cells import Results
 from noisygrad.experiments.classification import held_out, plan, run_job
@@ -69,7 +69,8 @@ def test_a_killed_training_goes_on_at_its_checkpoint(tmp_path: Path, monkeypatch
     for name, value in whole.metrics.items():
         if name != "step_ms":
             assert again.metrics[name] == value, name
-    assert not kept.exists(), "a finished training leaves no checkpoint"
+    classification.clear_checkpoints([job], folder)
+    assert not kept.exists()
 
 
 def test_other_settings_have_another_checkpoint() -> None:
@@ -88,6 +89,7 @@ def test_the_command_resumes_and_shows_a_table(tmp_path: Path) -> None:
     assert "SGD/B" in output
     path = Results(tmp_path, "classification").path
     lines = path.read_text()
+    assert not list((tmp_path / "checkpoints").iterdir()), "what is stored needs no checkpoint"
     code, output = run(*arguments, tmp_path)
     assert code == 0, output
     assert path.read_text() == lines
@@ -211,3 +213,40 @@ def _piece(padded: torch.Tensor, row: int, column: int, mirrored: bool) -> torch
 def test_without_padding_or_flip_nothing_changes() -> None:
     images = torch.rand(3, 1, 8, 8)
     assert torch.equal(random_crop(images, 0, flip=False), images)
+
+
+def test_a_training_that_diverges_is_a_cell_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    (job,) = plan("digits", ["BBB"], ["plain"], epochs=2, train_size=400, validation=True, changes={"lr": 1e4})
+    (cell,) = run_job(job, quiet)
+    assert cell.error is not None
+    assert cell.metrics == {}
+
+
+def test_the_trainer_follows_the_released_protocol() -> None:
+    (job,) = plan("digits", ["noisy-K-FAC"], ["D+B"], train_size=400)
+    learning = classification.Learning(job, 0, subset(load_images("digits"), 400, 0), "cpu")
+    optimizer = learning.trainer.optimizer
+    options, steps = optimizer.options, 400 // 32
+    assert options.fisher_pass == "fresh"
+    assert options.momentum_mode == "heavy_ball"
+    assert options.num_data == 400
+    assert options.clip_at(steps) == pytest.approx(1e-2)
+    assert options.clip_at(steps + 1) == pytest.approx(0.95e-2)
+    assert not any(name.endswith(("1.weight", "5.weight")) for name in optimizer.structure.parameters), "scales stay 1"
+
+
+@pytest.mark.parametrize("configuration", ["plain", "D"])
+def test_only_augmented_images_change(configuration: str) -> None:
+    (job,) = plan("digits", ["SGD"], [configuration], train_size=400)
+    learning = classification.Learning(job, 0, subset(load_images("digits"), 400, 0), "cpu")
+    learning._prepare()
+    expected = learning.normalise(learning._raw.float() / 255.0)
+    assert torch.equal(learning._inputs, expected) == (configuration == "plain")
+
+
+def test_the_learning_rate_drops() -> None:
+    (job,) = plan("digits", ["SGD"], ["plain"], epochs=4, train_size=400)
+    learning = classification.Learning(job, 0, subset(load_images("digits"), 400, 0), "cpu")
+    seen = []
+    learning.train(lambda record: seen.append(learning.trainer.optimizer.param_groups[0]["lr"]) or {}, None, 1)
+    assert seen == pytest.approx([0.05, 0.005, 0.0005, 0.0005])

@@ -39,6 +39,8 @@ def join_processes(device: str) -> Iterator[Processes]:
     """Inside, the processes that `torchrun` has started work together; without it there is this one alone."""
     together = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
     if together:
+        if device.startswith("cuda"):
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     try:
         yield processes()

@@ -20,7 +20,7 @@ from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import build_structure
 from noisygrad.posterior.weights import FlatWeights
-from noisygrad.priors import PriorVariance
+from noisygrad.priors import PriorVariance, check_prior_variance
 from noisygrad.training.adam import Adam
 
 
@@ -56,10 +56,12 @@ class BayesByBackprop(torch.optim.Optimizer):
         for name, value in (("num_data", num_data), ("lr", lr), ("kl_weight", kl_weight), ("initial_std", initial_std)):
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be positive and finite; got {value!r}")
+        check_prior_variance(prior_variance)
         self.structure = build_structure(model, "diagonal")
         super().__init__(list(self.structure.parameters.values()), {"lr": lr})
         self.model, self.likelihood = model, likelihood
         self.num_data, self.kl_weight = num_data, kl_weight
+        self._fixed_noise = False
         parameter = next(iter(self.structure.parameters.values()))
         self.device, dtype = parameter.device, torch.float32
         likelihood.bind(self.structure.replicas, self.device, dtype)
@@ -91,6 +93,7 @@ class BayesByBackprop(torch.optim.Optimizer):
             with torch.enable_grad():
                 output, target = closure()
                 self.likelihood.check(output, target)
+                self._refuse_learned_noise(output.detach(), target)
                 loss = self.likelihood.nll(output.float(), target)
                 loss.backward()
             self._gradient.read_gradients_()
@@ -105,6 +108,11 @@ class BayesByBackprop(torch.optim.Optimizer):
         self._mean.flat.copy_(mean)
         self._mean.write_parameters_()
         return loss.detach()
+
+    def _refuse_learned_noise(self, output: Tensor, target: Tensor) -> None:
+        if not self._fixed_noise and self.likelihood.observe(output, target) is not None:
+            raise ValueError("the noise is not learned here: give it a value, such as ng.Gaussian(noise_variance=0.1)")
+        self._fixed_noise = True
 
     def posterior(self) -> Posterior:
         """The posterior as it is, of the diagonal family: its Fisher is what makes σ² = (λ/N) / (F + Γ)."""

@@ -52,10 +52,10 @@ def out_of_distribution(
     inside, outside = (
         CategoricalPrediction(_logits(posterior, _unit(each), normalise, samples)) for each in (images, strange)
     )
-    return {
-        "auroc_entropy": metrics.auroc(inside.entropy, outside.entropy),
-        "auroc_mutual_information": metrics.auroc(inside.mutual_information, outside.mutual_information),
-    }
+    found: Figures = {"auroc_entropy": metrics.auroc(inside.entropy, outside.entropy)}
+    if inside.num_samples > 1:  # one draw has no information about the weights
+        found["auroc_mutual_information"] = metrics.auroc(inside.mutual_information, outside.mutual_information)
+    return found
 
 
 def under_corruption(

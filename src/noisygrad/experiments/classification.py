@@ -9,11 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,6 +27,7 @@ from noisygrad.experiments.cells import Cell, Job
 from noisygrad.experiments.configurations import CONFIGURATIONS, LEARNED_NORM, full_name, has
 from noisygrad.experiments.environment import device_name
 from noisygrad.experiments.image_methods import METHODS, Config, Trainer, make_trainer, settings
+from noisygrad.experiments.methods import check_types
 from noisygrad.networks import VGG16, ConvNet
 from noisygrad.training.augmentation import random_crop
 from noisygrad.training.history import EpochRecord, History
@@ -96,6 +100,7 @@ def plan(
                 unknown = [name for name in changes or {} if name not in own]
                 if unknown:
                     raise ValueError(f"{method} has no setting {', '.join(unknown)}; it has {', '.join(own)}")
+                check_types(own, changes or {})
                 config: Config = {
                     "epochs": epochs or problem.epochs,
                     "batch_size": problem.batch_size,
@@ -148,7 +153,7 @@ def _run(
         images = subset(images, config["train_size"], seed)
     torch.manual_seed(seed)
     if device.startswith("cuda"):
-        # Convolutions round to TF32 as it is; so may the products of factors. Their Cholesky factors do not.
+        # Convolutions round to TF32 as it is; so may products of matrices.
         torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = True
     learning = Learning(job, seed, images, device)
@@ -158,22 +163,43 @@ def _run(
         report(record.epoch / record.epochs, f"{job.data} {job.method} {seed} epoch {record.epoch}")
         return {"test_accuracy": learning.test_accuracy()}
 
-    history = learning.train(on_epoch, path, checkpoint_every)
-    trained = time.perf_counter() - start
-    figures = learning.figures(history, data_dir)
-    cell = job.cell(
-        VALIDATION if validation else EXPERIMENT, seed, figures, seconds=trained, device=device_name(device)
-    )
-    if path is not None:
-        path.unlink(missing_ok=True)
-    return cell
+    strange = _strange_images(job.data, data_dir)  # before the training: nothing should be missing after it
+    experiment = VALIDATION if validation else EXPERIMENT
+    try:
+        history = learning.train(on_epoch, path, checkpoint_every)
+        measuring = time.perf_counter()
+        figures = learning.figures(history, strange)
+    except ArithmeticError as error:  # a training that diverged is a result too
+        seconds = time.perf_counter() - start
+        return job.failed(experiment, seed, f"{error}", seconds=seconds, device=device_name(device))
+    # The epochs before a stop count too.
+    seconds = sum(history.seconds) + time.perf_counter() - measuring
+    return job.cell(experiment, seed, figures, seconds=seconds, device=device_name(device))
+
+
+def _strange_images(data: str, data_dir: str | None) -> NDArray[np.uint8] | None:
+    """Images of no class of the data set, where there are any; a word where they are missing."""
+    if data != "cifar10":
+        return None
+    try:
+        return load_out_of_distribution(data_dir)
+    except FileNotFoundError as missing:
+        warnings.warn(f"the AUROC of telling strange images apart is left out: {missing}", stacklevel=2)
+        return None
+
+
+def clear_checkpoints(jobs: Sequence[Job], folder: str) -> None:
+    """Remove the checkpoints of trainings whose cells are stored."""
+    for job in jobs:
+        for seed in job.replicates:
+            (Path(folder) / f"{_file_name(job, seed)}.safetensors").unlink(missing_ok=True)
 
 
 class Learning:
     """One network at work: its buffers, its data on the device, its method."""
 
     def __init__(self, job: Job, seed: int, images: Images, device: str) -> None:
-        self.config, self.seed, self.images = job.config, seed, images
+        self.config, self.seed = job.config, seed
         self.data = job.data
         self._ranks = processes()
         self.device = torch.device(device)
@@ -237,7 +263,7 @@ class Learning:
         self, on_epoch: Callable[[EpochRecord], dict[str, float]], path: Path | None, checkpoint_every: int
     ) -> History:
         """All epochs, or those that a checkpoint leaves."""
-        drops = [round(share * self.config["epochs"]) for share in self.config["lr_drops"]]
+        drops = sorted({max(1, round(share * self.config["epochs"])) for share in self.config["lr_drops"]})
         scheduler = torch.optim.lr_scheduler.MultiStepLR(self.trainer.optimizer, drops, 0.1)
         self.model.train()
         return train(
@@ -260,7 +286,7 @@ class Learning:
         """Of the network of mean weights, in per cent."""
         return accuracy_of(self.network, self.x_test, self.y_test, self.normalise)
 
-    def figures(self, history: History, data_dir: str | None) -> dict[str, float | list[float]]:
+    def figures(self, history: History, strange: NDArray[np.uint8] | None) -> dict[str, float | list[float]]:
         """Everything a cell keeps."""
         posterior, samples = self.trainer.posterior(), self.config["test_samples"]
         found = measured(posterior, self.x_test, self.y_test, self.normalise, samples)
@@ -268,9 +294,9 @@ class Learning:
         found["test_accuracy"] = [each["test_accuracy"] for each in history.metrics]
         found["epochs"] = [float(epoch) for epoch in range(1, history.epochs + 1)]
         found["step_ms"] = 1e3 * sum(history.seconds) / (history.epochs * (len(self.x_train) // self.batch_size))
-        if self.data == "cifar10":
-            strange = torch.from_numpy(load_out_of_distribution(data_dir)).to(self.device)
-            found |= out_of_distribution(posterior, self.x_test, strange, self.normalise, samples)
+        if strange is not None:
+            others = torch.from_numpy(strange).to(self.device)
+            found |= out_of_distribution(posterior, self.x_test, others, self.normalise, samples)
         if self.data in ("cifar10", "digits"):
             found |= under_corruption(posterior, self.x_test, self.y_test, self.normalise, samples)
         return found
@@ -301,4 +327,4 @@ def _file_name(job: Job, seed: int) -> str:
     """Of the checkpoint: other settings have another file, so that they cannot be mixed up."""
     words = json.dumps([job.data, job.method, seed, job.config, processes().size], sort_keys=True)
     mark = hashlib.sha256(words.encode()).hexdigest()[:8]
-    return f"{job.data}-{job.method.replace('/', '-')}-{seed}-{mark}-{processes().rank}"
+    return f"{job.data}-{job.method.replace('/', '-')}-{seed}-{mark}"

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from noisygrad.baselines.bbb_network import BayesByBackprop
+from noisygrad.distributed import processes
 from noisygrad.experiments.configurations import CONFIGURATIONS
 from noisygrad.likelihoods import Categorical
 from noisygrad.optim import CapturedStep, NoisyAdam, NoisyKFAC
@@ -184,7 +185,8 @@ def _replayed(
 ) -> Callable[[], Tensor]:
     """A step that is replayed on a GPU, and recorded anew when its learning rate or the model's mode changes."""
     device = next(model.parameters()).device
-    replays = Replays(device, generators)
+    # The messages between processes are not recorded.
+    replays = Replays(device if processes().size == 1 else torch.device("cpu"), generators)
     loss = torch.zeros((), device=device)
 
     def work() -> None:

@@ -23,7 +23,7 @@ from noisygrad.data import Split, Standardised, Table, load_table, splits_of, st
 from noisygrad.data.own_csv import read_csv_table
 from noisygrad.experiments.cells import Cell, Job
 from noisygrad.experiments.environment import device_name
-from noisygrad.experiments.methods import Config, Problem, find_method
+from noisygrad.experiments.methods import Config, Problem, check_types, find_method
 from noisygrad.training.learner import Learner
 from noisygrad.training.replicas import Execution, Streams, train_replicas
 from noisygrad.training.threads import one_thread
@@ -96,6 +96,7 @@ def _changed(method: str, config: Config, settings: Mapping[str, Any]) -> Config
     unknown = [name for name in settings if name not in config]
     if unknown:
         raise ValueError(f"{method} has no setting {', '.join(unknown)}; its settings are {', '.join(config)}")
+    check_types(config, settings)
     return config | dict(settings)
 
 
@@ -192,7 +193,7 @@ def measure(learner: Learner, data: Standardised, streams: Streams, samples: int
 
 
 def held_out(split: Split) -> Split:
-    """The training rows alone, of which the last fifth is held out; their order is random as it is."""
+    """The training rows alone, of which the last fifth is held out; in the standard splits their order is random."""
     train, _ = split
     kept = len(train) - max(1, round(_HELD_OUT * len(train)))
     return train[:kept], train[kept:]

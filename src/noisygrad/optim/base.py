@@ -263,7 +263,11 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self._pending = Pending()
 
     def posterior(self) -> Posterior:
-        """A snapshot of the posterior: mean, covariance, prior, the noise of the likelihood. Later steps leave it."""
+        """A snapshot of the posterior: mean, covariance, prior, the noise of the likelihood. Later steps leave it.
+
+        Raises `NonFiniteError` if a GPU has masked a step since the last refresh.
+        """
+        self.guard.check()
         self._read_mean()
         return Posterior(
             self.model,

@@ -25,12 +25,20 @@ class Replay:
 
     Args:
         work: What to do: a function of tensors that stay where they are.
+        device: The GPU that they are on.
         generators: What it draws from, so that every replay has new numbers.
         pool: Memory of another graph that it may use, where the two never hold something for each other.
     """
 
-    def __init__(self, work: Work, generators: Iterable[torch.Generator] = (), pool: Pool | None = None) -> None:
+    def __init__(
+        self,
+        work: Work,
+        device: torch.device,
+        generators: Iterable[torch.Generator] = (),
+        pool: Pool | None = None,
+    ) -> None:
         self._work = work
+        self._device = device
         self._generators = tuple(generators)
         self._pool = pool
         self._runs = 0
@@ -38,13 +46,14 @@ class Replay:
 
     def __call__(self) -> None:
         """Do the work once."""
-        if self._graph is not None:
-            self._graph.replay()
-        elif self._runs < WARM_UPS:
-            self._runs += 1
-            self._warm_up()
-        else:
-            self._graph = self._recorded()
+        # Streams and recordings are those of the current GPU, which need not be the one that the tensors are on.
+        with torch.cuda.device(self._device):
+            if self._graph is None and self._runs < WARM_UPS:
+                self._runs += 1
+                self._warm_up()
+                return
+            if self._graph is None:
+                self._graph = self._recorded()
             self._graph.replay()
 
     @property
@@ -74,18 +83,18 @@ class Replays:
     """Runs pieces of work by name, as CUDA graphs once they have settled."""
 
     def __init__(self, device: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
-        self._enabled = device.type == "cuda"
+        self._device = device
         self._generators = tuple(generators)
         self._entries: dict[str, tuple[Hashable, Replay]] = {}
 
     def run(self, name: str, key: Hashable, work: Work) -> None:
         """Do `work`, whose tensors and numbers must be the same whenever `key` is equal."""
-        if not self._enabled or capturing():
+        if self._device.type != "cuda" or capturing():
             work()
             return
         known = self._entries.get(name)
         if known is None or known[0] != key:
             pools = (replay.pool for other, (_, replay) in self._entries.items() if other != name)
             pool = next((pool for pool in pools if pool is not None), None)
-            known = self._entries[name] = (key, Replay(work, self._generators, pool))
+            known = self._entries[name] = (key, Replay(work, self._device, self._generators, pool))
         known[1]()

@@ -22,6 +22,7 @@ FORMAT = 1
 
 def save_state(optimizer: NoisyOptimizer) -> dict[str, Any]:
     """See `NoisyOptimizer.state_dict`; the tensors are copies."""
+    optimizer.guard.check()
     return {
         "format": FORMAT,
         "family": optimizer.family,

@@ -18,22 +18,33 @@ if TYPE_CHECKING:
 def apply_step(optimizer: NoisyOptimizer, step: int) -> None:
     """Fisher, factors, mean and observation noise from what is pending, in this order."""
     pending, options = optimizer._pending, optimizer.options
-    decay: float | Tensor = options.decay_at(step)
-    clip: float | Tensor | None = options.clip_at(step)
-    groups: Sequence[dict[str, Any]] = optimizer.param_groups
+    decay, clip = options.decay_at(step), options.clip_at(step)
     pending.sum_over(optimizer.ranks, optimizer.factors.statistics)
     optimizer._gradient.read_gradients_()
     if optimizer.device.type == "cuda":
         # As tensors, so that a step that is recorded now reads the numbers of the step that replays it.
         numbers = optimizer._numbers
-        numbers.set(optimizer.param_groups, options.clip_at(step), options.decay_at(step))
+        numbers.set(optimizer.param_groups, clip, decay)
         if pending.loss is not None:
             numbers.loss.copy_(pending.loss / pending.calls)
         if _is_plain(optimizer, step):
             key = (optimizer._memory(), numbers.key(optimizer.param_groups))
             optimizer._replays.run("step", key, lambda: _plain_step(optimizer))
             return
-        groups, clip, decay = numbers.groups, numbers.clip, numbers.decay
+        _rest_of_step(optimizer, step, numbers.groups, numbers.clip, numbers.decay)
+        return
+    _rest_of_step(optimizer, step, optimizer.param_groups, clip, decay)
+
+
+def _rest_of_step(
+    optimizer: NoisyOptimizer,
+    step: int,
+    groups: Sequence[dict[str, Any]],
+    clip: float | Tensor | None,
+    decay: float | Tensor,
+) -> None:
+    """A step with anything to scale, to measure or to refresh; its numbers are tensors on a GPU."""
+    pending, options = optimizer._pending, optimizer.options
     _scale_gradient(optimizer)
     # Ranks must agree on what is finite, and each has a loss of its own.
     mask = _watched(optimizer, None if optimizer.ranks.active else pending.loss)

@@ -99,6 +99,7 @@ def classification(
         if processes.size > 1:
             _left(name, jobs, results)
         failed = run_missing(name, jobs, work, results, "local", workers, None)
+        experiment.clear_checkpoints(jobs, os.fspath(folder.resolve()))
         _show_classification(results, name, data)
     if failed:
         raise typer.Exit(1)

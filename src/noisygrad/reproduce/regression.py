@@ -98,6 +98,8 @@ def _show_regression(results: Path, experiment: str, data: Sequence[str], method
 
     study = Study(Results(results, experiment).load())
     console = Console(highlight=False)
+    if experiment != "regression":
+        console.print("On held-out training rows; the paper's figures are of the test rows.")
     for metric in (RMSE, LOG_LIKELIHOOD):
         console.print()
         console.print(comparison_table(study, methods, data, metric).rich())

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from noisygrad.distributed import processes
 from noisygrad.optim import NoisyOptimizer
 from noisygrad.training.batches import Data, LoaderBatches, TensorBatches
 from noisygrad.training.checkpoint import (
@@ -106,7 +107,8 @@ def train(
             record = EpochRecord(epoch, epochs, loss, time.perf_counter() - start)
             metrics = on_epoch(record) if on_epoch is not None else None
             history.append(record, {name: float(value) for name, value in (metrics or {}).items()})
-            if checkpoint is not None and (epoch % checkpoint_every == 0 or epoch == epochs):
+            due = epoch % checkpoint_every == 0 or epoch == epochs
+            if checkpoint is not None and due and processes().rank == 0:  # the ranks of a run share one file
                 run.save(Path(checkpoint), history)
             report.finished(record)
     return history

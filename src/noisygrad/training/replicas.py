@@ -191,7 +191,7 @@ class _Stepper:
 
         def prepared(*pieces: Callable[[], None]) -> Callable[[], None]:
             work = _Work(pieces)
-            return Replay(work) if graphs else work
+            return Replay(work, engine.learner.device) if graphs else work
 
         def built(piece: Callable[[], None]) -> Callable[[], None]:
             if how != "compiled":
