@@ -128,34 +128,16 @@ class Job:
         """The finished cell of one replicate; a failed one, which says so, where a figure is not finite."""
         found = _plain_metrics(metrics, f"{self.name} replicate {replicate}")
         bad = [name for name, value in found.items() if not _is_finite(value)]
-        if bad:
-            reason = "not finite: " + ", ".join(f"{name} = {found[name]}" for name in bad)
-            return self.failed(experiment, replicate, reason, seconds=seconds, device=device)
-        return self._cell(experiment, replicate, found, seconds, device, None)
-
-    def failed(self, experiment: str, replicate: int, reason: str, *, seconds: float, device: str) -> Cell:
-        """The cell of a replicate that could not be computed, with the reason in place of figures."""
-        return self._cell(experiment, replicate, {}, seconds, device, reason)
-
-    def _cell(
-        self,
-        experiment: str,
-        replicate: int,
-        metrics: dict[str, Metric],
-        seconds: float,
-        device: str,
-        error: str | None,
-    ) -> Cell:
         return Cell(
             experiment=experiment,
             data=self.data,
             method=self.method,
             replicate=replicate,
             config=self.config,
-            metrics=metrics,
+            metrics={} if bad else found,
             seconds=seconds,
             device=device,
-            error=error,
+            error="not finite: " + ", ".join(f"{name} = {found[name]}" for name in bad) if bad else None,
         )
 
 

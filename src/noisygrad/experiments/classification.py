@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -171,7 +172,8 @@ def _run(
         figures = learning.figures(history, strange)
     except ArithmeticError as error:  # a training that diverged is a result too
         seconds = time.perf_counter() - start
-        return job.failed(experiment, seed, f"{error}", seconds=seconds, device=device_name(device))
+        without = job.cell(experiment, seed, {"loss": math.nan}, seconds=seconds, device=device_name(device))
+        return replace(without, error=str(error))
     # The epochs before a stop count too.
     seconds = sum(history.seconds) + time.perf_counter() - measuring
     return job.cell(experiment, seed, figures, seconds=seconds, device=device_name(device))
