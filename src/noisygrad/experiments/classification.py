@@ -120,6 +120,15 @@ def plan(
     return jobs
 
 
+def check_data(jobs: Sequence[Job], data_dir: str | None) -> None:
+    """Load what the jobs need, once, so that missing files and impossible subsets are told before anything starts."""
+    for name in {job.data for job in jobs}:
+        images = load_images(name, data_dir)
+        for size, seed in {(job.config["train_size"], job.replicates[0]) for job in jobs if job.data == name}:
+            if size is not None:
+                subset(images, size, seed)
+
+
 def run_job(
     job: Job,
     report: Report,

@@ -83,6 +83,7 @@ def classification(
             validation=validation,
             changes=parsed_settings(settings or []),
         )
+        experiment.check_data(jobs, data_folder(data_dir))
         name = experiment.VALIDATION if validation else experiment.EXPERIMENT
         folder = results / "checkpoints" if checkpoints is None else checkpoints
         work = partial(
