@@ -102,16 +102,16 @@ def make_trainer(
     def closure() -> tuple[Tensor, Tensor]:
         return model(inputs), labels
 
-    likelihood = Categorical()
+    task = _Task(config, model, closure, prepare, num_data, seed)
     if method == "SGD":
-        return _sgd(config, model, closure, prepare, likelihood, num_data)
+        return _sgd(task)
     if method == "BBB":
-        return _bbb(config, model, closure, prepare, likelihood, num_data, seed)
+        return _bbb(task)
     kind = NoisyAdam if method == "noisy-Adam" else NoisyKFAC
     start, decay = config["kl_clip"], config["kl_clip_decay"]
     optimizer = kind(
         model,
-        likelihood,
+        Categorical(),
         num_data=num_data,
         lr=config["lr"],
         kl_weight=config["kl_weight"],
@@ -130,67 +130,65 @@ def make_trainer(
     return Trainer(optimizer, CapturedStep(optimizer, closure, prepare), optimizer.posterior)
 
 
-def _sgd(
-    config: Config,
-    model: nn.Module,
-    closure: Callable[[], tuple[Tensor, Tensor]],
-    prepare: Callable[[], None],
-    likelihood: Categorical,
-    num_data: int,
-) -> Trainer:
-    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=config["momentum"])
+@dataclass(frozen=True)
+class _Task:
+    """What the methods that are not ours are made from."""
+
+    config: Config
+    model: nn.Module
+    closure: Callable[[], tuple[Tensor, Tensor]]
+    prepare: Callable[[], None]
+    num_data: int
+    seed: int
+
+    @property
+    def network(self) -> nn.Module:
+        """The model without what several processes wrap it in."""
+        inner: nn.Module = getattr(self.model, "module", self.model)
+        return inner
+
+
+def _sgd(task: _Task) -> Trainer:
+    optimizer = torch.optim.SGD(task.model.parameters(), lr=task.config["lr"], momentum=task.config["momentum"])
 
     def move() -> Tensor:
-        loss = F.cross_entropy(*closure())
+        loss = F.cross_entropy(*task.closure())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
 
-    plain = getattr(model, "module", model)
-    step = _replayed(optimizer, plain, move, prepare)
-    return Trainer(optimizer, step, lambda: _point(plain, likelihood, num_data))
+    step = _replayed(optimizer, task, move)
+    return Trainer(optimizer, step, lambda: _point(task.network, Categorical(), task.num_data))
 
 
-def _bbb(
-    config: Config,
-    model: nn.Module,
-    closure: Callable[[], tuple[Tensor, Tensor]],
-    prepare: Callable[[], None],
-    likelihood: Categorical,
-    num_data: int,
-    seed: int,
-) -> Trainer:
-    plain = getattr(model, "module", model)
+def _bbb(task: _Task) -> Trainer:
     optimizer = BayesByBackprop(
-        plain,
-        likelihood,
-        num_data=num_data,
-        lr=config["lr"],
-        kl_weight=config["kl_weight"],
-        prior_variance=config["prior_variance"],
-        initial_std=config["initial_std"],
-        seed=seed,
+        task.network,
+        Categorical(),
+        num_data=task.num_data,
+        lr=task.config["lr"],
+        kl_weight=task.config["kl_weight"],
+        prior_variance=task.config["prior_variance"],
+        initial_std=task.config["initial_std"],
+        seed=task.seed,
     )
-    step = _replayed(optimizer, plain, lambda: optimizer.step(closure), prepare, optimizer.generator)
+    step = _replayed(optimizer, task, lambda: optimizer.step(task.closure), optimizer.generator)
     return Trainer(optimizer, step, optimizer.posterior)
 
 
 def _replayed(
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    move: Callable[[], Tensor],
-    prepare: Callable[[], None],
-    *generators: torch.Generator,
+    optimizer: torch.optim.Optimizer, task: _Task, move: Callable[[], Tensor], *generators: torch.Generator
 ) -> Callable[[], Tensor]:
     """A step that is replayed on a GPU, and recorded anew when its learning rate or the model's mode changes."""
+    model = task.network
     device = next(model.parameters()).device
     # The messages between processes are not recorded.
     replays = Replays(device if processes().size == 1 else torch.device("cpu"), generators)
     loss = torch.zeros((), device=device)
 
     def work() -> None:
-        prepare()
+        task.prepare()
         loss.copy_(move())
 
     def step() -> Tensor:
