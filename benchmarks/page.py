@@ -14,8 +14,8 @@ HEAD = """# Step times
 Made by `benchmarks/page.py` from the files that `benchmarks/run.py` left in `results/`. Every method trains the same
 network on the same batch; rounds of all methods are interleaved in one run and the median is taken, so look at the
 ratios. Statistics are taken every 10 steps and factors made every 200, and both are part of the mean step. On a CPU
-the ratio of NoisyAdam to IVON changes from run to run: eight runs of VGG16 gave 0.97 to 1.05, with a median of 1.00, and
-three of the MLP 0.94, 0.98 and 1.00. The GPU's figures are of an earlier state of the code.
+the ratio of NoisyAdam to IVON changes from run to run: eight runs of VGG16 gave 0.97 to 1.05, with a median of 1.00,
+and three of the MLP 0.94, 0.98 and 1.00. The GPU's figures are of an earlier state of the code.
 """
 NAMES = {"mlp": "MLP 13-50-1, batch 10", "vgg16": "the paper's VGG16, batch 128"}
 

@@ -19,6 +19,8 @@ from noisygrad.experiments.methods import METHODS, SMALL_SETS
 from noisygrad.experiments.regression import DATA, annealing, held_out, plan, run_job
 from noisygrad.report import paper
 from noisygrad.report.comparison import LOG_LIKELIHOOD, RMSE
+from noisygrad.report.reasons import REASONS
+from noisygrad.report.regression import shortfalls
 from noisygrad.report.study import Study
 
 STILL_MISSING = {("PBP_MV", "naval"), ("PBP_MV", "naval-turbine")}
@@ -225,6 +227,16 @@ def test_committed_results_reach_the_papers():
         ours, theirs = ([study.estimate(m, data, metric).mean for metric in metrics] for m in ("NNG-MVG", "NNG-FFG"))
         better += ours[0] < theirs[0] and ours[1] > theirs[1]
     assert better >= 8
+
+
+def test_every_figure_that_falls_short_has_a_word_on_why():
+    study = Study(Results(RESULTS, "regression").load())
+    without = [
+        (standing.method, standing.data, standing.metric.key)
+        for standing in shortfalls(study)
+        if (standing.method, standing.data, standing.metric.key) not in REASONS
+    ]
+    assert without == []
 
 
 def test_a_point_noise_beats_the_papers_log_likelihood_where_its_prior_is_a_floor():

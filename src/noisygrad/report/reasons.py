@@ -2,5 +2,22 @@
 
 from __future__ import annotations
 
-REASONS: dict[tuple[str, str, str], str] = {}
+_PROTEIN = (
+    "Not known. On held-out rows twice as many epochs bring 0.02 of the missing 0.21 in RMSE; nothing else was tried."
+)
+_NAVAL = (
+    "Still improving when it was stopped: on held-out rows the log-likelihood was 4.61, 4.88 and 5.07 after 300, 1000 "
+    "and 2000 epochs, and 5.18 after 500 epochs with batches of 10, two and a half times as many steps."
+)
+_POWER = (
+    "Not known. Four times as many epochs as at first (500) lowered the RMSE from 4.06 to 4.03, and left the "
+    "log-likelihood at -2.81."
+)
+
+REASONS: dict[tuple[str, str, str], str] = {
+    ("PBP_MV", "protein", "rmse"): _PROTEIN,
+    ("PBP_MV", "protein", "log_likelihood"): _PROTEIN,
+    ("VMG", "naval", "log_likelihood"): _NAVAL,
+    ("VMG", "power", "rmse"): _POWER,
+}
 """By (method, data, metric), such as ("NNG-MVG", "boston", "rmse"): one sentence, with what was tried."""
