@@ -5,13 +5,15 @@
 Every method trains the same network on the same batch. Rounds of all methods are interleaved, so that a machine whose
 speed drifts slows all of them alike; the figure of a method is the median over rounds of the mean step time. Statistics
 every 10 steps and factors every 200 are amortised: plain, statistics and refresh steps are timed apart and weighted.
-Statistics are taken of all examples of a batch (`--stats-batch` takes fewer of VGG16's).
+Statistics are taken of all examples of a batch (`--stats-batch` takes fewer of VGG16's). On a GPU all methods have what
+the classification experiment has: images in channels-last order, TF32 products, cuDNN's choice of algorithms by trial.
 Peers are optional installs: what is missing is left out with a note.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -33,8 +35,10 @@ from noisygrad.optim.graphs import Replay
 
 STATS_EVERY, FACTOR_EVERY = 10, 200
 METHODS = ("SGD", "AdamW fused", "IVON", "NoisyAdam", "NoisyKFAC")
-CAPTURED = ("SGD captured", "NoisyAdam captured", "NoisyKFAC captured")
-"""The same as CUDA graphs: on a GPU only."""
+CAPTURED = tuple(
+    f"{method} captured{precision}" for precision in ("", " bf16") for method in ("SGD", "NoisyAdam", "NoisyKFAC")
+)
+"""The same as CUDA graphs, and with a network in bfloat16 (the optimiser in float32): on a GPU only."""
 WARM_UPS = 6  # a graph is recorded in the fourth run
 Step = Callable[[], object]
 
@@ -66,9 +70,10 @@ def problem(name: str, device: torch.device, stats_batch: int | None) -> Problem
             455,
             {},
         )
+    order = torch.channels_last if device.type == "cuda" else torch.contiguous_format
     return Problem(
-        lambda: ng.networks.VGG16().to(device),
-        torch.randn(128, 3, 32, 32, device=device),
+        lambda: ng.networks.VGG16().to(device, memory_format=order),
+        torch.randn(128, 3, 32, 32, device=device).contiguous(memory_format=order),
         torch.randint(10, (128,), device=device),
         F.cross_entropy,
         ng.Categorical,
@@ -81,7 +86,14 @@ def make_steps(method: str, p: Problem) -> dict[str, Step]:
     """The kinds of step of a method by name; all but ours have only `plain`."""
     torch.manual_seed(0)
     model = p.model().train()
-    method, captured = method.removesuffix(" captured"), method.endswith(" captured")
+    method, *suffixes = method.split(" captured")
+    captured, narrow = bool(suffixes), suffixes == [" bf16"]
+
+    def outputs() -> Tensor:
+        # A cast that a recording remembered would stay as it was at the recording.
+        with torch.autocast(p.x.device.type, torch.bfloat16, enabled=narrow, cache_enabled=False):
+            return model(p.x)
+
     if method.startswith("Noisy"):
         optimizer = getattr(ng, method)(
             model,
@@ -98,12 +110,12 @@ def make_steps(method: str, p: Problem) -> dict[str, Step]:
         optimizer.factors.updates.fill_(1e9)
         kinds = {"plain": STATS_EVERY * 7, "statistics": STATS_EVERY * 3 - 1, "refresh": FACTOR_EVERY - 1}
 
-        whole = CapturedStep(optimizer, lambda: (model(p.x), p.y))
+        whole = CapturedStep(optimizer, lambda: (outputs(), p.y))
 
         def step(before: int) -> Step:
             def run() -> object:
                 optimizer._steps = before  # the schedule looks at the step count alone
-                return whole() if captured else optimizer.step(lambda: (model(p.x), p.y))
+                return whole() if captured else optimizer.step(lambda: (outputs(), p.y))
 
             return run
 
@@ -129,7 +141,7 @@ def make_steps(method: str, p: Problem) -> dict[str, Step]:
 
     def plain() -> object:
         optimizer.zero_grad()
-        loss = p.loss(model(p.x), p.y)
+        loss = p.loss(outputs().float(), p.y)
         loss.backward()
         optimizer.step()
         return loss
@@ -187,10 +199,13 @@ def peak_memory(name: str, method: str, device: torch.device, stats_batch: int |
     """Peak memory in MB of three steps of each kind: of the device, or of a process of its own."""
     if device.type == "cuda":
         p = problem(name, device, stats_batch)
+        tried, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False  # trials take memory of their own
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         for step in make_steps(method, p).values():
             seconds(step, WARM_UPS, device)
+        torch.backends.cudnn.benchmark = tried
         return torch.cuda.max_memory_allocated() / 2**20
     code = subprocess.run(
         [sys.executable, __file__, "--stats-batch", str(stats_batch or 0), "--only-memory", name, method],
@@ -244,6 +259,9 @@ def main() -> None:
         only_memory(*arguments.only_memory, stats_batch)
         return
     device = torch.device(arguments.device)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.benchmark = True
     methods = list(arguments.methods or METHODS + (CAPTURED if device.type == "cuda" else ()))
     try:
         import ivon  # noqa: F401

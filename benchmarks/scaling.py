@@ -28,8 +28,10 @@ ROUNDS, TEST_IMAGES, SAMPLES = 5, 10_000, 10
 def step_times(width: float, batch: int, device: torch.device) -> dict[str, dict[str, float]]:
     """Seconds of each kind of step of each method, rounds of all methods interleaved."""
     p = problem("vgg16", device, None)
-    p.model = lambda: ng.networks.VGG16(width=width).to(device)
-    p.x, p.y = torch.randn(batch, 3, 32, 32, device=device), torch.randint(10, (batch,), device=device)
+    order = torch.channels_last if device.type == "cuda" else torch.contiguous_format
+    p.model = lambda: ng.networks.VGG16(width=width).to(device, memory_format=order)
+    p.x = torch.randn(batch, 3, 32, 32, device=device).contiguous(memory_format=order)
+    p.y = torch.randint(10, (batch,), device=device)
     suffix = " captured" if device.type == "cuda" else ""
     steps = {method: make_steps(method + suffix, p) for method in METHODS}
     found: dict[str, dict[str, list[float]]] = {m: {kind: [] for kind in kinds} for m, kinds in steps.items()}
@@ -82,6 +84,7 @@ def main() -> None:
     device = torch.device(arguments.device)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # as the classification experiment does
+        torch.backends.cudnn.benchmark = True
     found = []
     pairs = [(width, 128) for width in arguments.widths] + [(1.0, batch) for batch in arguments.batches if batch != 128]
     for width, batch in pairs:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import noisygrad as ng
 from noisygrad.optim import CapturedStep
+from noisygrad.optim.graphs import Replays
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 OPTIMIZERS = [ng.NoisyAdam, ng.NoisyKFAC, ng.NoisyBlockTridiagonal, ng.NoisyFull]
@@ -63,7 +64,8 @@ def test_replayed_steps_equal_eager_ones(kind: type[ng.NoisyOptimizer]) -> None:
     means = []
     for enabled in (True, False):
         model, optimizer = make(kind)
-        optimizer._replays._enabled = enabled
+        if not enabled:
+            optimizer._replays = Replays(torch.device("cpu"))
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30, 0.5)
         generator = torch.Generator("cuda").manual_seed(5)
         for step in range(100):

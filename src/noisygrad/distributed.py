@@ -121,4 +121,7 @@ class Ranks:
         """Overwrite each tensor with that of the rank `source`."""
         if self.active:
             for tensor in tensors:
-                dist.broadcast(tensor, group=self._group, group_src=source)
+                whole = tensor.contiguous()
+                dist.broadcast(whole, group=self._group, group_src=source)
+                if whole is not tensor:  # a view into something larger
+                    tensor.copy_(whole)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 _unchecked = False
+_failures: list[Tensor] | None = None
 
 SMALL_TRIANGLE = {"cpu": 128, "cuda": 1024}
 """Up to this size a triangular matrix is inverted at once."""
@@ -62,6 +63,20 @@ def unchecked(when: bool = True) -> Iterator[None]:
         _unchecked = before
 
 
+@contextmanager
+def deferred() -> Iterator[list[Tensor]]:
+    """Roots inside are not repaired; what should have been looked at is collected, to be read all at once.
+
+    Each tensor is True where `inverse_root` would have had to repair a matrix or to raise.
+    """
+    global _failures  # noqa: PLW0603
+    before, _failures = _failures, []
+    try:
+        yield _failures
+    finally:
+        _failures = before
+
+
 def condition_number(matrix: Tensor) -> Tensor:
     """Largest over smallest absolute eigenvalue of symmetric `[..., d, d]` in float64; NaN where not finite."""
     finite = torch.isfinite(matrix).all(-1).all(-1)
@@ -105,7 +120,9 @@ def inverse_root(matrix: Tensor, floor: Tensor | float) -> tuple[Tensor, Tensor]
     # A squared pivot is a Schur complement, never below the smallest eigenvalue: one that is, is rounding, even where
     # Cholesky did not notice.
     failed = (info != 0) | (pivots.square() < 0.5 * bound[..., None]).any(-1) | ~torch.isfinite(root).all(-1).all(-1)
-    if bool(failed.any()):
+    if _failures is not None:
+        _failures.append(failed.any())
+    elif bool(failed.any()):
         # Only what failed is redone, so that one replica's trouble does not change another's digits.
         root, logdet = root.contiguous(), logdet.clone()
         root[failed], logdet[failed] = _floored_inverse_root(matrix[failed], bound[failed])

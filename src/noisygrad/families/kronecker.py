@@ -44,11 +44,21 @@ def second_moment(left: Tensor, right: Tensor, left_constant: bool, right_consta
     p, q = moment.shape[-2:]
     bordered = moment.new_ones(*moment.shape[:-2], p + left_constant, q + right_constant)
     bordered[..., :p, :q] = moment
-    if left_constant:
-        bordered[..., p, :q] = right.mean((-3, -2))
+    right_mean = _mean_row(right) if left_constant else None
+    if right_mean is not None:
+        bordered[..., p, :q] = right_mean
     if right_constant:
-        bordered[..., :p, q] = left.mean((-3, -2))
+        bordered[..., :p, q] = _mean_row(left) if left is not right or right_mean is None else right_mean
     return bordered
+
+
+def _mean_row(rows: Tensor) -> Tensor:
+    """The mean over examples and positions; on a GPU a product, several times faster than a reduction of columns."""
+    if not rows.is_cuda:
+        return rows.mean((-3, -2))
+    flat = rows.flatten(-3, -2)
+    ones = flat.new_ones(*flat.shape[:-2], 1, flat.shape[-2])  # 1 is exact in every number format, 1/n is not
+    return (ones @ flat).squeeze(-2) / flat.shape[-2]
 
 
 @dataclasses.dataclass

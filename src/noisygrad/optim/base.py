@@ -165,7 +165,6 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self.mean = self._zeros()
         self.mean.read_parameters_()
         self._sample, self._gradient = self._zeros(), self._zeros()
-        self._noise = torch.zeros_like(self.mean.flat)
         self.mean_step = MeanStep(momentum_mode, self.mean.flat, len(used))
         self._pending = Pending()
         self._scale = (kl_weight / num_data) ** 0.5
@@ -174,6 +173,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
             self.structure, self.priors.scaled(kl_weight / num_data), damping_mode, self.ranks, self.dtype, self.device
         )
         self.factors.refresh(dampings(self))
+        self._noise = self.mean.flat.new_zeros(*self.structure.replicas, self.factors.noise_size)
         self._others = [
             (unit, self.structure.parameters[unit.slots[0].parameter])
             for unit in self.structure.units

@@ -6,26 +6,19 @@ the step. They are one where γ_ex = 0. Refreshing writes into the tensors there
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from noisygrad.distributed import Ranks
 from noisygrad.families import diagonal
-from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
-from noisygrad.families.factorisation import FactorisationError, capturing
+from noisygrad.families.base import DampingMode, Prior, Statistics
+from noisygrad.families.factorisation import FactorisationError, capturing, deferred
+from noisygrad.optim import stacks
+from noisygrad.optim.stacks import BlockFactors, Stacks, can_stack
 from noisygrad.posterior.structure import Block, Structure
-
-
-@dataclass
-class BlockFactors:
-    """What one block samples with and steps with."""
-
-    sampler: Precision | None
-    stepper: Precision
 
 
 class Factors:
@@ -48,7 +41,9 @@ class Factors:
         """Counts how often a block's factors were replaced by others in another place of memory."""
         self._seen = [0] * len(self.blocks)
         self.cached: dict[str, BlockFactors] = {}
+        self._stacks: Stacks | None = None
         self.noisy = any(block.noise for block in self.blocks)
+        self._size = sum(block.size for block in self.blocks)
         self._mode = damping_mode
         self._ranks = ranks
         self._owners = ranks.share_out([_cost(block) for block in self.blocks])
@@ -64,8 +59,7 @@ class Factors:
                 return None
             ones = torch.ones(*block.batch, block.size // block.grouped, dtype=self.updates.dtype, device=self._device)
             if total is None:
-                size = sum(one.size for one in self.blocks)
-                total = ones.new_zeros(*block.units[0].replicas, size)
+                total = ones.new_zeros(*block.units[0].replicas, self._size)
             block.write_(total, prior.times(ones))
         return total
 
@@ -132,14 +126,50 @@ class Factors:
         """Factorise every block anew; the ranks share the work. Raises FactorisationError with the layer's name."""
 
         def factorise_mine() -> None:
-            for block, owner in zip(self.blocks, self._owners, strict=True):
-                if owner == self._ranks.rank or block.name not in self.cached:
+            mine = [
+                block
+                for block, owner in zip(self.blocks, self._owners, strict=True)
+                if owner == self._ranks.rank or block.name not in self.cached
+            ]
+            if self._device.type != "cuda" or not self._all_at_once(mine, dampings):
+                for block in mine:
                     self._store(block, self._factorise(block, dampings[block.group]))
 
+        generation = self.generation
         self._ranks.everywhere(factorise_mine, self._device)
         if self._ranks.active:
             for block, owner in zip(self.blocks, self._owners, strict=True):
                 self._ranks.broadcast(self.tensors(block).values(), owner)
+        if self.generation != generation and self._device.type in stacks.DEVICES:
+            self._stack()
+
+    def _all_at_once(self, blocks: Sequence[Block], dampings: Mapping[int, float]) -> bool:
+        """Factorise without waiting for the GPU after each matrix; False if one went wrong, and nothing is stored."""
+        with deferred() as failures:
+            new = [self._factorise(block, dampings[block.group]) for block in blocks]
+        if failures and bool(torch.stack(failures).any()):
+            return False
+        for block, factors in zip(blocks, new, strict=True):
+            self._store(block, factors)
+        return True
+
+    def _stack(self) -> None:
+        """Bring the factors of equal shape together; what is kept of each block becomes a view."""
+        self._stacks = None
+        if any(map(can_stack, self.blocks)):
+            self._stacks = Stacks(self.blocks, self.cached, self._size)
+            self.cached |= self._stacks.members
+
+    @property
+    def noise_size(self) -> int:
+        """How many normal numbers a draw takes (per replica)."""
+        stacked = 0 if self._stacks is None else self._stacks.size
+        return stacked + sum(block.size for block in self._apart)
+
+    @property
+    def _apart(self) -> list[Block]:
+        """The blocks that are in no stack."""
+        return [block for block in self.blocks if self._stacks is None or not can_stack(block)]
 
     @contextmanager
     def unchanged_on_failure(self) -> Iterator[None]:
@@ -169,19 +199,19 @@ class Factors:
 
     def _store(self, block: Block, new: BlockFactors) -> None:
         old = self.cached.get(block.name)
-        if old is None or (old.sampler is old.stepper) != (new.sampler is new.stepper):
+        if old is None or old.shared != new.shared:
             self.cached[block.name] = new
             self.generation += 1
             return
         old.stepper.copy_(new.stepper)
-        if old.sampler is not None and new.sampler is not None and old.sampler is not old.stepper:
+        if old.sampler is not None and new.sampler is not None and not old.shared:
             old.sampler.copy_(new.sampler)
 
     def tensors(self, block: Block) -> dict[str, Tensor]:
         """The cached factors of a block by name, for saving and sending."""
         cached = self.cached[block.name]
         found = {f"stepper.{name}": tensor for name, tensor in cached.stepper.tensors().items()}
-        if cached.sampler is not None and cached.sampler is not cached.stepper:
+        if cached.sampler is not None and not cached.shared:
             found |= {f"sampler.{name}": tensor for name, tensor in cached.sampler.tensors().items()}
         return found
 
@@ -193,24 +223,29 @@ class Factors:
             torch.add(mean, self.sample(noise), alpha=scale, out=out)
 
     def sample(self, noise: Tensor) -> Tensor:
-        """P^(−1/2) ε of every block; 0 where there is no noise. Noise has no order, so it is taken as it lies."""
+        """P^(−1/2) ε of every block, from `noise_size` numbers; 0 where there is no noise.
+
+        Noise has no order, so it is taken as it lies: stacked blocks first.
+        """
         if (only := self._only) is not None and only.sampler is not None:
             return only.sampler.sample(noise)
-        spread = torch.empty_like(noise)
-        for block in self.blocks:
+        start = 0 if self._stacks is None else self._stacks.size
+        spread = noise.new_empty(*noise.shape[:-1], self._size) if self._stacks is None else self._stacks.sample(noise)
+        for block in self._apart:
             sampler = self.cached[block.name].sampler
             if sampler is None:
                 block.segment(spread).zero_()
             else:
-                block.write_(spread, sampler.sample(block.batched(block.segment(noise))))
+                block.write_(spread, sampler.sample(block.batched(noise[..., start : start + block.size])))
+            start += block.size
         return spread
 
     def solve(self, gradient: Tensor) -> Tensor:
         """P⁻¹ g of every block, with the damping of the step."""
         if (only := self._only) is not None:
             return only.stepper.solve(gradient)
-        solved = torch.empty_like(gradient)
-        for block in self.blocks:
+        solved = torch.empty_like(gradient) if self._stacks is None else self._stacks.solve(gradient)
+        for block in self._apart:
             block.write_(solved, self.cached[block.name].stepper.solve(block.vector(gradient)))
         return solved
 
