@@ -38,7 +38,12 @@ class UnknownImageMethodError(ValueError):
 
 
 def settings(method: str, configuration: str) -> Config:
-    """What a method is set to on CIFAR-10; λ, η and c₀ depend on the configuration."""
+    """What a method is set to on CIFAR-10; λ, η and c₀ depend on the configuration.
+
+    As in the released code, the Fisher keeps what is left of the identity it starts from. Without that, the first
+    statistics of a deep network without batch norm, which are nearly zero, leave the noise as wide as the prior, and
+    nothing is ever learned.
+    """
     if method not in METHODS:
         raise UnknownImageMethodError(f"there is no method {method!r}; the methods are {', '.join(METHODS)}")
     if configuration not in CONFIGURATIONS:
@@ -52,6 +57,7 @@ def settings(method: str, configuration: str) -> Config:
         "momentum": 0.9,
         "damping": 1e-3,
         "fisher_decay": 0.99,
+        "fisher_start": "fading",
         "stats_every": 10,
         "factor_every": 200,
         "kl_clip": clip,
@@ -118,6 +124,7 @@ def make_trainer(
         prior_variance=math.inf if config["prior_variance"] is None else config["prior_variance"],
         damping=config["damping"],
         fisher_decay=config["fisher_decay"],
+        fisher_start=config["fisher_start"],
         momentum=config["momentum"],
         momentum_mode="heavy_ball",
         stats_every=config["stats_every"],

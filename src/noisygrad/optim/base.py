@@ -27,7 +27,15 @@ from noisygrad.optim.finite import FiniteGuard
 from noisygrad.optim.generators import make_generators, undone_on_failure
 from noisygrad.optim.graphs import Replays
 from noisygrad.optim.mean import MeanStep, Numbers
-from noisygrad.optim.options import FisherPass, MomentumMode, Options, Schedule, check_arguments, checked_group
+from noisygrad.optim.options import (
+    FisherPass,
+    FisherStart,
+    MomentumMode,
+    Options,
+    Schedule,
+    check_arguments,
+    checked_group,
+)
 from noisygrad.optim.state import load_state, save_state
 from noisygrad.optim.statistics import take_statistics
 from noisygrad.optim.stepping import apply_step, dampings
@@ -52,6 +60,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
         damping: γ_ex, added to the Fisher for the step only.
         damping_mode: how a Kronecker block adds the prior: "factored" (eq. 11) or "exact" (eigenbasis, dearer).
         fisher_decay: 1 − β̃, or a function from the step to it.
+        fisher_start: what becomes of the identity that the Fisher starts from: "forgotten" as soon as there are
+            statistics, or "fading" as `fisher_decay` lets it, which gives a deep network a gentle start.
         momentum: decay of the moving average of gradients, or of the velocity.
         momentum_mode: "average" (before preconditioning, bias-corrected) or "heavy_ball" (after clipping).
         stats_every: T_stats, steps between statistics; None for the family's own default.
@@ -90,6 +100,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         damping: float = 0.0,
         damping_mode: DampingMode = "factored",
         fisher_decay: Schedule = 0.99,
+        fisher_start: FisherStart = "forgotten",
         momentum: float = 0.9,
         momentum_mode: MomentumMode = "average",
         stats_every: int | None = None,
@@ -109,6 +120,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
             num_data=num_data,
             kl_weight=kl_weight,
             fisher_decay=fisher_decay,
+            fisher_start=fisher_start,
             stats_every=self.default_stats_every if stats_every is None else stats_every,
             factor_every=self.default_factor_every if factor_every is None else factor_every,
             stats_batch=stats_batch,
@@ -169,9 +181,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self._pending = Pending()
         self._scale = (kl_weight / num_data) ** 0.5
         self.priors = BlockPriors.build(self.structure, prior_variance, prior, self.dtype, self.device)
-        self.factors = Factors(
-            self.structure, self.priors.scaled(kl_weight / num_data), damping_mode, self.ranks, self.dtype, self.device
-        )
+        gamma = self.priors.scaled(kl_weight / num_data)
+        self.factors = Factors(self.structure, gamma, self.options, self.ranks, self.dtype, self.device)
         self.factors.refresh(dampings(self))
         self._noise = self.mean.flat.new_zeros(*self.structure.replicas, self.factors.noise_size)
         self._others = [

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from noisygrad.distributed import Ranks
 from noisygrad.families import diagonal
-from noisygrad.families.base import DampingMode, Prior, Statistics
+from noisygrad.families.base import Prior, Statistics
 from noisygrad.families.factorisation import FactorisationError, capturing, deferred
 from noisygrad.optim import stacks
+from noisygrad.optim.options import Options
 from noisygrad.optim.stacks import BlockFactors, Stacks, can_stack
 from noisygrad.posterior.structure import Block, Structure
 
@@ -28,7 +29,7 @@ class Factors:
         self,
         structure: Structure,
         priors: Mapping[str, Prior],
-        damping_mode: DampingMode,
+        options: Options,
         ranks: Ranks,
         dtype: torch.dtype,
         device: torch.device,
@@ -44,7 +45,7 @@ class Factors:
         self._stacks: Stacks | None = None
         self.noisy = any(block.noise for block in self.blocks)
         self._size = sum(block.size for block in self.blocks)
-        self._mode = damping_mode
+        self._options = options
         self._ranks = ranks
         self._owners = ranks.share_out([_cost(block) for block in self.blocks])
         self._device = device
@@ -81,7 +82,7 @@ class Factors:
         decay: float | Tensor,
         mask: Tensor | None,
     ) -> None:
-        """F̄ ← decay_k F̄ + (1 − decay_k) · new, with decay_k = min(1 − 1/(k+1), decay).
+        """F̄ ← decay_k F̄ + (1 − decay_k) · new, with decay_k = min(1 − 1/(k+1), decay), or `decay` without forgetting.
 
         k counts the updates of a block. A mask of 0 leaves everything as it was, and so does a tensor of 0 examples:
         a layer that no rank has used.
@@ -109,7 +110,8 @@ class Factors:
         counts = self.updates if index is None else self.updates[index]
         counts += 1.0 if mask is None else mask
         count = self.updates[0] if index is None else counts
-        rate = (1.0 / (count + 1.0)).clamp(min=1.0 - decay)
+        forget = self._options.fisher_start == "forgotten"
+        rate = (1.0 / (count + 1.0)).clamp(min=1.0 - decay) if forget else torch.zeros_like(count) + (1.0 - decay)
         return rate if mask is None else rate * mask
 
     def _update_block(
@@ -189,10 +191,10 @@ class Factors:
     def _factorise(self, block: Block, damping: float) -> BlockFactors:
         statistics, prior = self.statistics[block.name], self.priors[block.name]
         try:
-            stepper = statistics.factorise(prior, damping, self._mode).without_terms().for_steps()
+            stepper = statistics.factorise(prior, damping, self._options.damping_mode).without_terms().for_steps()
             if damping == 0.0 or not block.noise:
                 return BlockFactors(stepper if block.noise else None, stepper)
-            return BlockFactors(statistics.factorise(prior, 0.0, self._mode).without_terms(), stepper)
+            return BlockFactors(statistics.factorise(prior, 0.0, self._options.damping_mode).without_terms(), stepper)
         except FactorisationError as error:
             layers = ", ".join(unit.name for unit in block.units)
             raise FactorisationError(f"layer {layers}: {error}", error.condition) from error

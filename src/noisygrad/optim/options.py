@@ -17,6 +17,7 @@ from noisygrad.priors import FittedPrior, PriorVariance, check_prior_variance, i
 
 MomentumMode = Literal["average", "heavy_ball"]
 FisherPass = Literal["same", "fresh"]
+FisherStart = Literal["forgotten", "fading"]
 Schedule = float | Callable[[int], float]
 """A number, or a function from the step (1, 2, …) to one."""
 GROUP_OPTIONS = ("lr", "momentum", "damping", "noise")
@@ -32,6 +33,7 @@ class Options:
     """λ"""
     fisher_decay: Schedule
     """1 − β̃"""
+    fisher_start: FisherStart
     stats_every: int
     """T_stats"""
     factor_every: int
@@ -62,6 +64,7 @@ class Options:
             ("momentum_mode", MomentumMode),
             ("fisher", FisherKind),
             ("fisher_pass", FisherPass),
+            ("fisher_start", FisherStart),
             ("damping_mode", DampingMode),
         ):
             if getattr(self, name) not in get_args(kind):
