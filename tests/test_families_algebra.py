@@ -13,6 +13,7 @@ from torch import Tensor
 
 from noisygrad.families import dense, diagonal, kronecker, tridiagonal
 from noisygrad.families.base import Precision, Prior
+from noisygrad.families.moments import times_lower
 
 BATCHES: tuple[tuple[int, ...], ...] = ((), (3,), (2, 2))
 seeds = st.integers(0, 10_000)
@@ -247,4 +248,4 @@ def test_fitted_chain_prior_forgets_its_factors_when_overwritten() -> None:
 def test_products_with_a_triangle_leave_out_only_zeros() -> None:
     lower = torch.randn(2, 600, 600, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).tril()
     matrix = torch.randn(2, 5, 600, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(kronecker.times_lower(matrix, lower), matrix @ lower)
+    torch.testing.assert_close(times_lower(matrix, lower), matrix @ lower)

@@ -45,8 +45,8 @@ def work_shared_out(rank: int) -> list[str]:
     model = DistributedDataParallel(mlp())
     optimizer = make(ng.NoisyKFAC, model)
     done: list[str] = []
-    factorise = optimizer.factors._factorise
-    optimizer.factors._factorise = lambda block, damping: (done.append(block.name), factorise(block, damping))[1]
+    factorise = optimizer.factors._factorise_block
+    optimizer.factors._factorise_block = lambda block, damping: (done.append(block.name), factorise(block, damping))[1]
     x, y = batches(2)[rank]
     optimizer.step(lambda: (model(x), y))
     return done
@@ -60,18 +60,18 @@ def failure(rank: int, what: str) -> dict[str, Any]:
     optimizer.step(lambda: (model(x), y))
     before = snapshot(optimizer)
     bad = x
-    factorise = optimizer.factors._factorise
+    factorise = optimizer.factors._factorise_block
     if rank == 1 and what == "NaN":
         bad = torch.full_like(x, float("nan"))
     if rank == 1 and what == "factorisation":
-        optimizer.factors._factorise = _refuse
+        optimizer.factors._factorise_block = _refuse
     try:
         optimizer.step(lambda: (model(bad), y))
         error = "none"
     except (ArithmeticError, RuntimeError) as caught:
         error = f"{type(caught).__name__}: {caught}"
     after = snapshot(optimizer)
-    optimizer.factors._factorise = factorise
+    optimizer.factors._factorise_block = factorise
     optimizer.step(lambda: (model(x), y))
     return {"error": error, "changed": list(differences(before, after, but=OWN)), "next": snapshot(optimizer)}
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from noisygrad.curvature.passes import CACHE, CHUNK, FEW_POSITIONS, MatrixPass, sum_of_squared_products
+from noisygrad.curvature.passes import CACHE, FEW_POSITIONS, MatrixPass, at_once, sum_of_squared_products
 from noisygrad.families.moments import gram
 
 SMALL_PATCH = 64
@@ -103,11 +103,13 @@ class PatchedPass(MatrixPass):
 
     def squares(self) -> Tensor:
         """The mean over the batch of squared per-example gradients, a sum over parts of it."""
-        return self._mean(MatrixPass.squares, self._patch_size * max(self.gradients.shape[1:]))
+        positions, outputs = self.gradients.shape[1:]
+        rows = positions * (positions + 1) // 2 if positions <= FEW_POSITIONS else max(positions, outputs)
+        return self._mean(MatrixPass.squares, self._patch_size * rows)
 
     def _mean(self, measure: Callable[[MatrixPass], Tensor], numbers: int) -> Tensor:
         """Of parts of the batch, each as large as memory should be used, where an example takes so many numbers."""
-        size = max(1, CHUNK.get(self._images.device.type, 1 << 24) // max(1, numbers))
+        size = at_once(self._images.device, numbers)
         total: Tensor | None = None
         for images, gradients in zip(self._images.split(size), self.gradients.split(size), strict=True):
             share = len(images) / len(self._images)

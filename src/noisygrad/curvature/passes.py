@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
@@ -19,20 +20,43 @@ from torch import Tensor
 
 from noisygrad.families.kronecker import second_moment
 
-CHUNK = {"cpu": 1 << 22, "cuda": 1 << 24}
+CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}
 """Per-example gradients, and patches, are made of at most this many numbers at a time: what fits a cache, or is little
-beside what a GPU holds and still keeps it busy."""
+beside what a GPU holds and takes few launches."""
+
+FRUGAL_CHUNK = 1 << 23
+"""The same inside `frugal`: what still keeps a GPU busy."""
 
 CACHE = 1 << 19
 """The same on a CPU where the matrices are made in one place: what its cache holds."""
 
 _PLACES = threading.local()
+_HABITS = threading.local()
 
 MANY = 16
 """From so many small matrices on, they are summed by one operation."""
 
 FEW_POSITIONS = 4
 """Up to so many positions, products over pairs of them are cheaper than per-example matrices."""
+
+
+@contextmanager
+def frugal() -> Iterator[None]:
+    """Less memory and more launches inside, as where they are recorded and cost nothing."""
+    before = getattr(_HABITS, "frugal", False)
+    _HABITS.frugal = True
+    try:
+        yield
+    finally:
+        _HABITS.frugal = before
+
+
+def at_once(device: torch.device, numbers: int) -> int:
+    """How many examples are worked on at a time, where each takes so many numbers."""
+    limit = CHUNK.get(device.type, FRUGAL_CHUNK)
+    if getattr(_HABITS, "frugal", False):
+        limit = min(limit, FRUGAL_CHUNK)
+    return max(1, limit // max(1, numbers))
 
 
 def sum_of_squared_products(outputs: Tensor, inputs: Tensor) -> Tensor:
@@ -46,7 +70,7 @@ def sum_of_squared_products(outputs: Tensor, inputs: Tensor) -> Tensor:
     if outputs.device.type == "cpu" and outputs.dim() == 3:
         return _in_cache(outputs, inputs)
     per_example = inputs[..., :1, :1, :].numel() * outputs.shape[-1]
-    size = max(1, CHUNK.get(outputs.device.type, 1 << 24) // max(1, per_example))
+    size = at_once(outputs.device, per_example)
     total = None
     for g, a in zip(outputs.split(size, dim=-3), inputs.split(size, dim=-3), strict=True):
         new = _sum_of_squares(g.mT @ a, -3)

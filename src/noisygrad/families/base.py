@@ -131,7 +131,16 @@ class Statistics(TensorRecord, ABC):
 
 
 @dataclasses.dataclass
-class Precision(TensorRecord, ABC):
+class Solver(TensorRecord, ABC):
+    """What a step of the mean needs of a block."""
+
+    @abstractmethod
+    def solve(self, vector: Tensor) -> Tensor:
+        """P⁻¹ v."""
+
+
+@dataclasses.dataclass
+class Precision(Solver):
     """P = F̄ + Γ + γ_ex I of one block, factorised: each method is one identity."""
 
     def without_terms(self) -> Self:
@@ -142,9 +151,9 @@ class Precision(TensorRecord, ABC):
         """The same, prepared for many calls of `solve`."""
         return self
 
-    @abstractmethod
-    def solve(self, vector: Tensor) -> Tensor:
-        """P⁻¹ v."""
+    def solver(self) -> Solver:
+        """What many calls of `solve` need, and no more."""
+        return self
 
     @abstractmethod
     def sample(self, noise: Tensor) -> Tensor:

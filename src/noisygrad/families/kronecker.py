@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Self
 
 import torch
@@ -19,13 +18,9 @@ from torch import Tensor
 from noisygrad.families import base
 from noisygrad.families.base import DampingMode
 from noisygrad.families.factorisation import factorisation_error, inverse_root, rounding_floor, symmetric_eigh
-from noisygrad.families.moments import between, gram, wide_product
+from noisygrad.families.moments import between, gram, times_lower, wide_product
 
 _LARGEST_PI = 1e8
-
-
-LARGE = 512
-"""From this size on it pays to take a triangular matrix apart."""
 
 
 def second_moment(left: Tensor, right: Tensor, left_constant: bool, right_constant: bool) -> Tensor:
@@ -271,6 +266,10 @@ class Precision(base.Precision):
             return self
         return dataclasses.replace(self, inverse_left=gram(self.left.mT), inverse_right=gram(self.right.mT))
 
+    def solver(self) -> base.Solver:
+        """U Uᵀ and V Vᵀ alone, where there is no spectrum."""
+        return self if self.spectrum is not None else Inverse(gram(self.left.mT), gram(self.right.mT))
+
     def solve(self, vector: Tensor) -> Tensor:
         """U [(Uᵀ X V) / R] Vᵀ."""
         matrix = self._matrix(vector)
@@ -342,13 +341,17 @@ class Precision(base.Precision):
         return list(zip(self.terms[::2], self.terms[1::2], strict=True))
 
 
-def times_lower(matrix: Tensor, lower: Tensor) -> Tensor:
-    """X L for a lower triangular L; on a CPU without most of the products with its zeros, which are half of them."""
-    size = lower.shape[-1]
-    if lower.is_cuda or size < LARGE:
-        return matrix @ lower
-    cuts = [size * part // 8 for part in range(9)]
-    return torch.cat([matrix[..., a:] @ lower[..., a:, a:b] for a, b in pairwise(cuts)], dim=-1)
+@dataclasses.dataclass
+class Inverse(base.Solver):
+    """P⁻¹ = left ⊗ right: what a step needs of a precision with factored damping."""
+
+    left: Tensor
+    right: Tensor
+
+    def solve(self, vector: Tensor) -> Tensor:
+        """left X right."""
+        matrix = vector.reshape(*vector.shape[:-1], self.left.shape[-1], self.right.shape[-1])
+        return (self.left @ matrix @ self.right).flatten(-2)
 
 
 def in_eigenbasis(noise: Tensor, left: Tensor, right: Tensor) -> Tensor:

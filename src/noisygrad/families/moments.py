@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 LARGE = 512
-"""From this size on it pays to leave out the half of a symmetric product that mirrors the other."""
+"""From this size on it pays to leave out the half of a symmetric or triangular matrix that is known."""
 
 
 def gram(rows: Tensor) -> Tensor:
@@ -28,6 +29,15 @@ def wide_product(left: Tensor, right: Tensor) -> Tensor:
     if left.is_cuda or left.dim() < 3 or left.shape[-2] <= right.shape[-1]:
         return left @ right
     return (right.mT @ left.mT).mT
+
+
+def times_lower(matrix: Tensor, lower: Tensor) -> Tensor:
+    """X L for a lower triangular L; on a CPU without most of the products with its zeros, which are half of them."""
+    size = lower.shape[-1]
+    if lower.is_cuda or size < LARGE:
+        return matrix @ lower
+    cuts = [size * part // 8 for part in range(9)]
+    return torch.cat([matrix[..., a:] @ lower[..., a:, a:b] for a, b in pairwise(cuts)], dim=-1)
 
 
 def between(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from noisygrad.curvature.passes import frugal
 from noisygrad.optim.base import NoisyOptimizer
 from noisygrad.optim.closures import Closure
 from noisygrad.optim.graphs import Replays
@@ -50,8 +51,11 @@ class CapturedStep:
         optimizer, options = self._optimizer, self._optimizer.options
         step = optimizer._steps + 1
         statistics, refresh = options.stats_due(step), options.factors_due(step)
-        if not self._captures or (refresh and self._must_look()):
+        if not self._captures:
             return self._as_it_is()
+        if refresh and self._must_look():
+            with frugal():
+                return self._as_it_is()
         numbers = optimizer._numbers
         numbers.set(optimizer.param_groups, options.clip_at(step), options.decay_at(step))
         dampings = [group["damping"] for group in optimizer.param_groups]
@@ -69,7 +73,8 @@ class CapturedStep:
         return self._optimizer.family != "diagonal" or self._refreshes % _LOOK_EVERY == 1
 
     def _work(self) -> None:
-        self._as_it_is()
+        with frugal():  # recorded launches are cheap
+            self._as_it_is()
 
     def _as_it_is(self) -> Tensor:
         if self._prepare is not None:

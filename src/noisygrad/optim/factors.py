@@ -6,7 +6,7 @@ the step. They are one where γ_ex = 0. Refreshing writes into the tensors there
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -90,16 +90,28 @@ class Factors:
         together = len(means) == len(self.blocks) and not any(isinstance(share, Tensor) for share in examples.values())
         if together and len(set(self._seen)) == 1:
             # All blocks are at the same k: one moving average over the one tensor that holds all moments.
-            new = [tensor.reshape(-1) for block in self.blocks for tensor in means[block.name].tensors().values()]
-            moments = torch.cat(new) if len(new) > 1 else new[0]
-            self._moments.lerp_(
-                moments if mask is None else torch.where(mask > 0, moments, 0.0), self._rate(decay, mask)
-            )
+            self._update_all([tensor for b in self.blocks for tensor in means[b.name].tensors().values()], decay, mask)
         else:
             for index, block in enumerate(self.blocks):
                 if block.name in means:
                     self._update_block(index, means[block.name], examples[block.name], decay, mask)
         self.count(means)
+
+    def _update_all(self, new: list[Tensor], decay: float | Tensor, mask: Tensor | None) -> None:
+        rate = self._rate(decay, mask)
+        if mask is not None:
+            for tensor in new:
+                tensor.masked_fill_(mask <= 0, 0.0)
+        if self._device.type == "cpu":
+            self._moments.lerp_(
+                torch.cat([tensor.reshape(-1) for tensor in new]) if len(new) > 1 else new[0].reshape(-1), rate
+            )
+            return
+        # In the memory there is: the moments of a deep network are as large as its activations.
+        old = [tensor for block in self.blocks for tensor in self.statistics[block.name].tensors().values()]
+        torch._foreach_sub_(new, old)
+        torch._foreach_mul_(new, rate)
+        torch._foreach_add_(old, new)
 
     def count(self, names: Container[str]) -> None:
         """Remember on the host that these blocks were updated; a replayed step does so only on the device."""
@@ -133,9 +145,10 @@ class Factors:
                 for block, owner in zip(self.blocks, self._owners, strict=True)
                 if owner == self._ranks.rank or block.name not in self.cached
             ]
-            if self._device.type != "cuda" or not self._all_at_once(mine, dampings):
-                for block in mine:
-                    self._store(block, self._factorise(block, dampings[block.group]))
+            done = self._refresh_stacks(dampings)
+            for block in mine:
+                if block.name not in done:
+                    self._store(block, self._factorise_block(block, dampings[block.group]))
 
         generation = self.generation
         self._ranks.everywhere(factorise_mine, self._device)
@@ -145,21 +158,25 @@ class Factors:
         if self.generation != generation and self._device.type in stacks.DEVICES:
             self._stack()
 
-    def _all_at_once(self, blocks: Sequence[Block], dampings: Mapping[int, float]) -> bool:
-        """Factorise without waiting for the GPU after each matrix; False if one went wrong, and nothing is stored."""
-        with deferred() as failures:
-            new = [self._factorise(block, dampings[block.group]) for block in blocks]
-        if failures and bool(torch.stack(failures).any()):
-            return False
-        for block, factors in zip(blocks, new, strict=True):
-            self._store(block, factors)
-        return True
+    def _refresh_stacks(self, dampings: Mapping[int, float]) -> set[str]:
+        """Factorise blocks of equal shape together, and look once for each shape; the names of those that went well."""
+        done: set[str] = set()
+        for stack in [] if self._stacks is None or self._ranks.active else self._stacks.stacks:
+            first = stack.blocks[0]
+            with deferred() as failures:
+                new = self._factorise(
+                    stack.statistics(self.statistics), stack.prior, dampings[first.group], first.noise
+                )
+            if new.shared == stack.factors.shared and not (failures and bool(torch.stack(failures).any())):
+                stack.store_(new)
+                done |= {block.name for block in stack.blocks}
+        return done
 
     def _stack(self) -> None:
         """Bring the factors of equal shape together; what is kept of each block becomes a view."""
         self._stacks = None
         if any(map(can_stack, self.blocks)):
-            self._stacks = Stacks(self.blocks, self.cached, self._size)
+            self._stacks = Stacks(self.blocks, self.cached, self.priors, self._size, self._device)
             self.cached |= self._stacks.members
 
     @property
@@ -188,13 +205,19 @@ class Factors:
             self._seen = seen
             raise
 
-    def _factorise(self, block: Block, damping: float) -> BlockFactors:
-        statistics, prior = self.statistics[block.name], self.priors[block.name]
+    def _factorise(self, statistics: Statistics, prior: Prior, damping: float, noise: bool) -> BlockFactors:
+        mode = self._options.damping_mode
+        stepper = statistics.factorise(prior, damping, mode).without_terms()
+        if not noise:
+            return BlockFactors(None, stepper.solver())
+        if damping == 0.0:
+            both = stepper.for_steps()
+            return BlockFactors(both, both)
+        return BlockFactors(statistics.factorise(prior, 0.0, mode).without_terms(), stepper.solver())
+
+    def _factorise_block(self, block: Block, damping: float) -> BlockFactors:
         try:
-            stepper = statistics.factorise(prior, damping, self._options.damping_mode).without_terms().for_steps()
-            if damping == 0.0 or not block.noise:
-                return BlockFactors(stepper if block.noise else None, stepper)
-            return BlockFactors(statistics.factorise(prior, 0.0, self._options.damping_mode).without_terms(), stepper)
+            return self._factorise(self.statistics[block.name], self.priors[block.name], damping, block.noise)
         except FactorisationError as error:
             layers = ", ".join(unit.name for unit in block.units)
             raise FactorisationError(f"layer {layers}: {error}", error.condition) from error

@@ -11,20 +11,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from noisygrad.families import kronecker
-from noisygrad.families.base import Precision
+from noisygrad.families.base import Precision, Prior, Solver, Statistics, TensorRecord
 from noisygrad.posterior.structure import Block
 
+Record = TypeVar("Record", bound=TensorRecord)
 DEVICES = {"cuda"}
 """Where stacking pays; a CPU has no launches to save, and would only copy."""
 ALIGNMENT = 8
 _PADDED = {"right": (-2, -1), "inverse_right": (-2, -1), "right_basis": (-2, -1), "spectrum": (-1,)}
-"""The dimensions of a Kronecker precision's tensors that count inputs."""
+"""The dimensions of the factors' tensors that count inputs."""
 
 
 @dataclass
@@ -32,12 +32,19 @@ class BlockFactors:
     """What one block samples with and steps with."""
 
     sampler: Precision | None
-    stepper: Precision
+    stepper: Solver
 
     @property
     def shared(self) -> bool:
         """Whether both are one."""
         return self.sampler is self.stepper
+
+    def member(self, like: BlockFactors, lead: int, index: int) -> BlockFactors:
+        """Those of one block in a stack's, as views of the sizes of `like`."""
+        if self.sampler is None or like.sampler is None:
+            return BlockFactors(None, _member(self.stepper, like.stepper, lead, index))
+        sampler = _member(self.sampler, like.sampler, lead, index)
+        return BlockFactors(sampler, sampler if self.shared else _member(self.stepper, like.stepper, lead, index))
 
 
 @dataclass
@@ -46,6 +53,7 @@ class Stack:
 
     blocks: list[Block]
     factors: BlockFactors
+    prior: Prior
     start: int
     width: int
     """Of a padded matrix."""
@@ -65,39 +73,58 @@ class Stack:
         mine: Tensor = padded[..., self.start : self.start + self.size].unflatten(-1, (len(self.blocks), -1))
         return mine
 
+    def statistics(self, of_blocks: Mapping[str, Statistics]) -> Statistics:
+        """A copy of its blocks' statistics, as one."""
+        return _together([of_blocks[block.name] for block in self.blocks], len(self.blocks[0].batch))
+
+    def store_(self, new: BlockFactors) -> None:
+        """Replace the factors by others, which are not padded."""
+        pairs: list[tuple[TensorRecord | None, TensorRecord | None]] = [(self.factors.stepper, new.stepper)]
+        if not new.shared:
+            pairs.append((self.factors.sampler, new.sampler))
+        for old, other in pairs:
+            if old is not None and other is not None:
+                _cropped(old, other).copy_(other)
+
 
 class Stacks:
     """All Kronecker blocks without groups, by shape. Only the first `size` numbers of the padded vector are theirs."""
 
-    def __init__(self, blocks: Sequence[Block], cached: Mapping[str, BlockFactors], flat_size: int) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        cached: Mapping[str, BlockFactors],
+        priors: Mapping[str, Prior],
+        flat_size: int,
+        device: torch.device,
+    ) -> None:
         alike: dict[object, list[Block]] = {}
         for block in blocks:
             if can_stack(block):
-                alike.setdefault(_key(cached[block.name]), []).append(block)
+                alike.setdefault((block.group, _key(cached[block.name], priors[block.name])), []).append(block)
         self.stacks: list[Stack] = []
         self.members: dict[str, BlockFactors] = {}
         self.size = 0
         for some in alike.values():
-            stack = self._stacked(some, [cached[block.name] for block in some])
+            prior = _together([priors[block.name] for block in some], len(some[0].batch))
+            stack = self._stacked(some, [cached[block.name] for block in some], prior)
             self.stacks.append(stack)
             self.size += stack.size
-        device = next(iter(self.members.values())).stepper.logdet().device
         self._gather, self._scatter = (index.to(device) for index in self._indices(flat_size))
 
-    def _stacked(self, blocks: list[Block], found: list[BlockFactors]) -> Stack:
+    def _stacked(self, blocks: list[Block], found: list[BlockFactors], prior: Prior) -> Stack:
         lead = len(blocks[0].batch)
         width = -(-blocks[0].units[0].inputs // ALIGNMENT) * ALIGNMENT
         stepper = _stack([factors.stepper for factors in found], lead, width)
         samplers = [factors.sampler for factors in found if factors.sampler is not None]
-        sampler = stepper if found[0].shared else _stack(samplers, lead, width) if samplers else None
-        for index, (block, factors) in enumerate(zip(blocks, found, strict=True)):
-            view = _member(stepper, factors.stepper, lead, index)
-            if factors.sampler is None or sampler is None:
-                self.members[block.name] = BlockFactors(None, view)
-            else:
-                own = view if factors.shared else _member(sampler, factors.sampler, lead, index)
-                self.members[block.name] = BlockFactors(own, view)
-        return Stack(blocks, BlockFactors(sampler, stepper), self.size, width)
+        if found[0].shared:
+            assert isinstance(stepper, Precision)
+            factors = BlockFactors(stepper, stepper)
+        else:
+            factors = BlockFactors(_stack(samplers, lead, width) if samplers else None, stepper)
+        for index, (block, own) in enumerate(zip(blocks, found, strict=True)):
+            self.members[block.name] = factors.member(own, lead, index)
+        return Stack(blocks, factors, prior, self.size, width)
 
     def _indices(self, flat_size: int) -> tuple[Tensor, Tensor]:
         """Where each number of the padded vector comes from, and where each of the flat one is found in it.
@@ -139,35 +166,49 @@ def can_stack(block: Block) -> bool:
     return block.family == "kronecker" and block.grouped == 1
 
 
-def _key(factors: BlockFactors) -> object:
+def _key(factors: BlockFactors, prior: Prior) -> object:
     """Equal for what can be stacked."""
-    shapes = tuple((name, tensor.shape) for name, tensor in factors.stepper.tensors().items())
-    return shapes, factors.sampler is None, factors.shared
+    tensors = {**factors.stepper.tensors(), **{f"prior.{name}": tensor for name, tensor in prior.tensors().items()}}
+    shapes = tuple((name, tensor.shape) for name, tensor in tensors.items())
+    return shapes, str(prior.settings()), factors.sampler is None, factors.shared
 
 
-def _stack(precisions: Sequence[Precision], lead: int, width: int) -> Precision:
-    """Precisions of equal shape as one with another dimension, after the replicas'; the inputs padded to `width`."""
+def _together(records: Sequence[Record], lead: int) -> Record:
+    """Records of equal shape as one with another dimension, after the replicas'."""
+    all_tensors = [record.tensors() for record in records]
+    changes: dict[str, Any] = {
+        name: torch.stack([tensors[name] for tensors in all_tensors], dim=lead) for name in all_tensors[0]
+    }
+    return dataclasses.replace(records[0], **changes)
+
+
+def _stack(records: Sequence[Record], lead: int, width: int) -> Record:
+    """The same with the inputs padded to `width`."""
     changes: dict[str, Any] = {}
-    for name, first in precisions[0].tensors().items():
+    for name, first in records[0].tensors().items():
         shape = list(first.shape)
         for dim in _PADDED.get(name, ()):
             shape[dim] = width
-        shape.insert(lead, len(precisions))
+        shape.insert(lead, len(records))
         # A spectrum divides; whatever it divides in the padding is zero.
         changes[name] = (first.new_ones if name == "spectrum" else first.new_zeros)(shape)
-    stacked = dataclasses.replace(precisions[0], **changes)
-    for index, precision in enumerate(precisions):
-        _member(stacked, precision, lead, index).copy_(precision)
+    stacked = dataclasses.replace(records[0], **changes)
+    for index, record in enumerate(records):
+        _member(stacked, record, lead, index).copy_(record)
     return stacked
 
 
-def _member(stacked: Precision, like: Precision, lead: int, index: int) -> Precision:
+def _member(stacked: Record, like: Record, lead: int, index: int) -> Record:
     """One of them as views into the stack."""
-    assert isinstance(stacked, kronecker.Precision)
+    return _cropped(stacked.map(lambda tensor: tensor.select(lead, index)), like)
+
+
+def _cropped(padded: Record, like: Record) -> Record:
+    """Views into the tensors, of the sizes of another record's."""
     views: dict[str, Any] = {}
-    for name, tensor in stacked.tensors().items():
-        view = tensor.select(lead, index)
-        for dim, size in enumerate(like.tensors()[name].shape):
+    for name, tensor in like.tensors().items():
+        view = padded.tensors()[name]
+        for dim, size in enumerate(tensor.shape):
             view = view.narrow(dim, 0, size)
         views[name] = view
-    return dataclasses.replace(stacked, **views)
+    return dataclasses.replace(padded, **views)
