@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -376,3 +377,15 @@ def test_the_report_shows_what_tuning_found():
     study = Study([tuned("BBB", 0.01, -700.0), tuned("BBB", 0.01, -800.0, 1), tuned("BBB", 0.1, None)])
     (row,) = tuning_table(study).rows
     assert row == {"data": "boston", "method": "BBB", "0.01": -750.0, "0.1": "diverged"}
+
+
+def test_committed_curves_show_natural_gradients_ahead_of_bbb():
+    """NNG-FFG has what BBB ends with in fewer iterations; NNG-MVG, damped exactly, in half as many, and ends above."""
+    study = Study(Results(Path(__file__).resolve().parent.parent / "results", "convergence").load())
+    rows = {(row["data"], row["method"]): row for row in convergence_table(study).rows}
+    assert {data for data, _ in rows} == {"boston", "concrete"}
+    for data in ("boston", "concrete"):
+        bbb, ffg, mvg = (rows[data, method] for method in ("BBB", "NNG-FFG", "NNG-MVG/exact-damping"))
+        assert ffg["reached"] < bbb["reached"]
+        assert mvg["reached"] <= bbb["reached"] / 2
+        assert mvg["final"] > bbb["final"]
