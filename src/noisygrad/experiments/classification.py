@@ -52,12 +52,16 @@ class Problem:
     batch_size: int
     padding: int
     flip: bool
-    settings: Config = field(default_factory=dict)
-    """In place of those of CIFAR-10, for the methods that have them."""
+    settings: dict[str, Config] = field(default_factory=dict)
+    """By method, in place of those of CIFAR-10."""
 
 
-_SHORT: Config = {"fisher_start": "forgotten"}
-"""A short training would end before the identity has faded."""
+_SHORT: dict[str, Config] = {
+    "SGD": {"lr": 0.05},
+    "BBB": {"lr": 1e-3, "initial_std": 0.01},
+    **{method: {"fisher_start": "forgotten"} for method in ("K-FAC", "K-FAC+WD", "noisy-Adam", "noisy-K-FAC")},
+}
+"""A shallow network bears larger steps, and a short training would end before the Fisher's start has faded."""
 PROBLEMS = {
     "cifar10": Problem("VGG16", epochs=150, batch_size=128, padding=4, flip=True),
     "mnist": Problem("ConvNet", epochs=3, batch_size=128, padding=2, flip=False, settings=_SHORT),
@@ -101,8 +105,7 @@ def plan(
         for method in methods:
             for configuration in configurations:
                 augment, batch_norm = has(configuration, "D"), has(configuration, "B")
-                own = settings(method, configuration)
-                own |= {name: value for name, value in problem.settings.items() if name in own}
+                own = settings(method, configuration) | problem.settings.get(method, {})
                 unknown = [name for name in changes or {} if name not in own]
                 if unknown:
                     raise ValueError(f"{method} has no setting {', '.join(unknown)}; it has {', '.join(own)}")

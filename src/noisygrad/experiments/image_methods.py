@@ -68,9 +68,9 @@ def settings(method: str, configuration: str) -> Config:
         "test_samples": 10,
     }
     if method == "SGD":
-        return {"lr": 0.05, "lr_drops": [0.5, 0.75], "momentum": 0.9, "test_samples": 1}
+        return {"lr": 0.02, "lr_drops": [0.5, 0.75], "momentum": 0.9, "test_samples": 1}
     if method == "BBB":
-        own = {"lr": 1e-3, "lr_drops": [0.5, 0.75], "initial_std": 0.01, "test_samples": 10}
+        own = {"lr": 3e-4, "lr_drops": [0.5, 0.75], "initial_std": 1e-3, "test_samples": 10}
         return own | {"kl_weight": kl_weight, "prior_variance": prior_variance}
     if method == "noisy-Adam":
         return natural | {"fisher_decay": 0.995, "factor_every": 10, "kl_clip": 1e-4, "kl_clip_decay": 1.0}

@@ -64,6 +64,20 @@ def unchecked(when: bool = True) -> Iterator[None]:
 
 
 @contextmanager
+def full_precision() -> Iterator[None]:
+    """Products of float32 matrices are not rounded to narrower numbers inside, whatever the user allows elsewhere.
+
+    An inverse has large and small directions; rounding that is small beside the former is not beside the latter.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
 def deferred() -> Iterator[list[Tensor]]:
     """Roots inside are not repaired; what should have been looked at is collected, to be read all at once.
 

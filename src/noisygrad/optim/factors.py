@@ -15,7 +15,7 @@ from torch import Tensor
 from noisygrad.distributed import Ranks
 from noisygrad.families import diagonal
 from noisygrad.families.base import Prior, Statistics
-from noisygrad.families.factorisation import FactorisationError, capturing, deferred
+from noisygrad.families.factorisation import FactorisationError, capturing, deferred, full_precision
 from noisygrad.optim import stacks
 from noisygrad.optim.options import Options
 from noisygrad.optim.stacks import BlockFactors, Stacks, can_stack
@@ -151,7 +151,8 @@ class Factors:
                     self._store(block, self._factorise_block(block, dampings[block.group]))
 
         generation = self.generation
-        self._ranks.everywhere(factorise_mine, self._device)
+        with full_precision():
+            self._ranks.everywhere(factorise_mine, self._device)
         if self._ranks.active:
             for block, owner in zip(self.blocks, self._owners, strict=True):
                 self._ranks.broadcast(self.tensors(block).values(), owner)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
+from noisygrad.families.factorisation import full_precision
 from noisygrad.families.kl import kl_divergence, log_prob
 from noisygrad.likelihoods import Likelihood
 from noisygrad.posterior.files import save_posterior
@@ -74,11 +75,12 @@ class Posterior:
     @cached_property
     def _precisions(self) -> list[tuple[Block, Precision]]:
         """P of each noisy block."""
-        return [
-            (block, self.statistics[block.name].factorise(self._gammas[block.name], 0.0, self.damping_mode))
-            for block in self.structure.blocks
-            if block.noise
-        ]
+        with full_precision():
+            return [
+                (block, self.statistics[block.name].factorise(self._gammas[block.name], 0.0, self.damping_mode))
+                for block in self.structure.blocks
+                if block.noise
+            ]
 
     def _noisy(self) -> list[tuple[Block, Precision]]:
         if not self._precisions:
