@@ -6,7 +6,11 @@ python benchmarks/page.py     # writes docs/benchmarks.md
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from growth import growth
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAD = """# Step times
@@ -31,6 +35,9 @@ def page() -> str:
             kept = record["stats_batch"][name]
             note = f" (statistics from {kept} of the examples)" if kept else " (statistics from all examples)"
             parts.append(f"\n### {NAMES[name]}{note}\n\n{table(results)}")
+    grown = ROOT / "results" / "scaling-h200.json"
+    if grown.exists():
+        parts.append(growth(grown, ROOT / "docs" / "assets" / "growth.png"))
     return "".join([*parts, replicas()])
 
 

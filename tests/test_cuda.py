@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 import noisygrad as ng
-from noisygrad.optim import CapturedStep
+from noisygrad.data import load_images
+from noisygrad.experiments.classification import Learning, plan
+from noisygrad.experiments.image_methods import METHODS
+from noisygrad.optim import CapturedStep, stacks
 from noisygrad.optim.graphs import Replays
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -193,3 +196,67 @@ def test_a_captured_step_reports_bad_numbers_at_the_next_refresh() -> None:
         step()
     with pytest.raises(ng.NonFiniteError):
         step()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_trainings_of_images_are_replayed_and_learn(method: str) -> None:
+    """Every method of the classification experiment, with crops and batch norm inside the recorded step."""
+    (job,) = plan("digits", [method], ["D+B"], epochs=1)
+    learning = Learning(job, 0, load_images("digits", None), "cuda")
+    learning.model.train()
+    generator = torch.Generator().manual_seed(0)
+    losses, seen = [], []
+    for _ in range(120):
+        rows = torch.randperm(len(learning.x_train), generator=generator)[: learning.batch_size].cuda()
+        losses.append(float(learning._step(learning.x_train[rows], learning.y_train[rows])))
+        seen.append(learning._inputs.clone())
+    assert sum(losses[-20:]) < 0.8 * sum(losses[:5]) * 4
+    learning._raw.copy_(learning.x_train[: learning.batch_size])
+    crops = []
+    for _ in range(3):
+        learning.trainer.step()
+        crops.append(learning._inputs.clone())
+    assert not torch.equal(crops[0], crops[1])
+    assert not torch.equal(crops[1], crops[2])
+    assert 0.0 <= learning.test_accuracy() <= 100.0
+    assert learning.network.training
+
+
+def test_a_replayed_sgd_is_the_eager_one() -> None:
+    found = []
+    for replayed in (True, False):
+        (job,) = plan("digits", ["SGD"], ["plain"], epochs=1)
+        learning = Learning(job, 0, load_images("digits", None), "cuda")
+        learning.model.train()
+        optimizer = torch.optim.SGD(learning.network.parameters(), lr=0.05, momentum=0.9)
+        for index in range(30):
+            x = learning.x_train[32 * index : 32 * index + 32]
+            y = learning.y_train[32 * index : 32 * index + 32]
+            if index == 15:
+                for group in (*learning.trainer.optimizer.param_groups, *optimizer.param_groups):
+                    group["lr"] = 0.01
+            if replayed:
+                learning._step(x, y)
+            else:
+                learning._raw.copy_(x)
+                learning._prepare()
+                torch.nn.functional.cross_entropy(learning.model(learning._inputs), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(torch.cat([parameter.detach().flatten() for parameter in learning.network.parameters()]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.1])
+def test_stacked_blocks_step_like_single_ones(damping: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for devices in ({"cuda"}, set()):
+        monkeypatch.setattr(stacks, "DEVICES", devices)
+        model, optimizer = make(ng.NoisyKFAC, noise=False, damping=damping, factor_every=4)
+        assert (optimizer.factors._stacks is not None) == bool(devices)
+        generator = torch.Generator("cuda").manual_seed(5)
+        for _ in range(20):
+            x, y = batch(generator)
+            optimizer.step(lambda x=x, y=y, model=model: (model(x), y))
+        found.append(optimizer.mean.flat.clone())
+    torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-10)

@@ -17,7 +17,7 @@ from noisygrad.cli import main
 from noisygrad.data import load_images, subset
 from noisygrad.experiments import classification
 from noisygrad.experiments.cells import Results
-from noisygrad.experiments.classification import held_out, plan, run_job
+from noisygrad.experiments.classification import Learning, held_out, plan, run_job
 from noisygrad.experiments.configurations import full_name, has
 from noisygrad.experiments.image_methods import METHODS, UnknownImageMethodError, settings
 from noisygrad.training.augmentation import random_crop
@@ -168,6 +168,21 @@ def test_settings_are_the_released_ones() -> None:
     assert json.loads(json.dumps(settings("BBB", "plain"))) == settings("BBB", "plain")
     with pytest.raises(UnknownImageMethodError, match="noisy-Adam"):
         settings("Adam", "plain")
+
+
+def test_a_network_in_bfloat16_has_a_float32_posterior() -> None:
+    (job,) = plan("digits", ["noisy-K-FAC"], ["B"], bf16=True, epochs=1)
+    assert job.method == "noisy-K-FAC/B/bf16"
+    learning = Learning(job, 0, load_images("digits", None), "cpu")
+    seen = []
+    learning.network.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    learning.model.train()
+    loss = learning._step(learning.x_train[: learning.batch_size], learning.y_train[: learning.batch_size])
+    assert set(seen) == {torch.bfloat16}
+    assert loss.dtype == torch.float32
+    posterior = learning.trainer.posterior()
+    tensors = [tensor for moments in posterior.statistics.values() for tensor in moments.tensors().values()]
+    assert {tensor.dtype for tensor in tensors} == {torch.float32}
 
 
 def test_names_of_cells() -> None:

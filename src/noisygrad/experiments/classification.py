@@ -25,7 +25,7 @@ from noisygrad.data.images import Images, load_images, load_out_of_distribution,
 from noisygrad.distributed import processes
 from noisygrad.experiments.calibration import accuracy_of, measured, out_of_distribution, under_corruption
 from noisygrad.experiments.cells import Cell, Job
-from noisygrad.experiments.configurations import CONFIGURATIONS, LEARNED_NORM, full_name, has
+from noisygrad.experiments.configurations import BF16, CONFIGURATIONS, LEARNED_NORM, full_name, has
 from noisygrad.experiments.environment import device_name
 from noisygrad.experiments.image_methods import METHODS, Config, Trainer, make_trainer, settings
 from noisygrad.experiments.methods import check_types
@@ -78,6 +78,7 @@ def plan(
     epochs: int | None = None,
     train_size: int | None = None,
     learned_norm: bool = False,
+    bf16: bool = False,
     validation: bool = False,
     changes: Config | None = None,
 ) -> list[Job]:
@@ -91,6 +92,7 @@ def plan(
         epochs: Instead of the data set's own number.
         train_size: Only so many training images.
         learned_norm: Learn the scales and shifts of batch normalisation, which the paper leaves at 1 and 0.
+        bf16: Let the network compute in bfloat16; weights, statistics and factors stay in float32.
         validation: Measure on a tenth of the training images, held out, instead of the test images.
         changes: Other settings of the methods, by name; the jobs are named after them. For validation alone.
 
@@ -120,9 +122,11 @@ def plan(
                     "train_size": train_size,
                     **own,
                     **(changes or {}),
+                    **({"network_dtype": "bfloat16"} if bf16 else {}),
                     **({"validation": True} if validation else {}),
                 }
-                name = full_name(f"{method}/{LEARNED_NORM}" if learned_norm and batch_norm else method, configuration)
+                suffixes = ([LEARNED_NORM] if learned_norm and batch_norm else []) + ([BF16] if bf16 else [])
+                name = full_name("/".join([method, *suffixes]), configuration)
                 name = " ".join([name, *(f"{key}={value}" for key, value in (changes or {}).items())])
                 jobs.append(Job(data=data, method=name, replicates=(seed,), config=config, cost=config["epochs"]))
     return jobs

@@ -13,6 +13,8 @@ CONFIGURATIONS: dict[str, str] = {
 PLAIN = "plain"
 LEARNED_NORM = "learned-norm"
 """Suffix of a method whose batch norm has learned scales and shifts."""
+BF16 = "bf16"
+"""Suffix of a method whose network computes in bfloat16."""
 
 
 def has(configuration: str, letter: str) -> bool:

@@ -104,9 +104,13 @@ def make_trainer(
     seed: int,
 ) -> Trainer:
     """The method for a network whose batches appear in `inputs` and `labels` whenever `prepare` has run."""
+    narrow = config.get("network_dtype") == "bfloat16"
 
     def closure() -> tuple[Tensor, Tensor]:
-        return model(inputs), labels
+        # A narrow copy of the weights that was kept for later would be that of an earlier draw.
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=narrow, cache_enabled=False):
+            outputs = model(inputs)
+        return outputs.float(), labels
 
     task = _Task(config, model, closure, prepare, num_data, seed)
     if method == "SGD":

@@ -50,6 +50,9 @@ def classification(
     learned_norm: Annotated[
         bool, typer.Option("--learned-norm", help="Learn scales and shifts of batch norm, unlike the paper.")
     ] = False,
+    bf16: Annotated[
+        bool, typer.Option("--bf16", help="The network in bfloat16: faster on a GPU. The posterior stays in float32.")
+    ] = False,
     checkpoints: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Of trainings at work; a folder beside the results else.")
     ] = None,
@@ -80,6 +83,7 @@ def classification(
             epochs=epochs,
             train_size=train_size,
             learned_norm=learned_norm,
+            bf16=bf16,
             validation=validation,
             changes=parsed_settings(settings or []),
         )

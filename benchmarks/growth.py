@@ -1,0 +1,85 @@
+"""The part of the page of step times that says how cost grows, from what `benchmarks/scaling.py` measured."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from noisygrad.palette import BLUE, MUTED, ORANGE, styled
+
+COLOURS = {"SGD": MUTED, "NoisyAdam": ORANGE, "NoisyKFAC": BLUE}
+KINDS = ("plain", "statistics", "refresh")
+Times = dict[str, dict[str, float]]
+
+
+def growth(path: Path, picture: Path) -> str:
+    """The section, as Markdown; draws its picture."""
+    record = json.loads(path.read_text())
+    series = {
+        "width": {row["width"]: row["seconds"] for row in record["steps"] if row["batch"] == 128},
+        "batch": {row["batch"]: row["seconds"] for row in record["steps"] if row["width"] == 1.0},
+    }
+    draw(series).savefig(picture, dpi=160, metadata={"Software": None})
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    prediction, every = record["prediction"], record["every"]
+    parts = [
+        f"\n## How cost grows\n\n`{record['command']}`; {record['device']}; {versions}. All steps are CUDA graphs, "
+        f"with statistics every {every['statistics']} steps and factors every {every['factors']}.\n\n"
+        f"![Mean step time against width and batch](assets/{picture.name})\n",
+        *(f"\n{table(name, found)}" for name, found in series.items()),
+        f"\n{prediction['samples']} weight samples for {prediction['images']} images take "
+        f"{prediction['draws'] * 1e3:.0f} ms, {prediction['ratio']:.1f} times one pass of the plain network ({prediction['plain'] * 1e3:.1f} ms).\n",
+    ]
+    return "".join(parts)
+
+
+@styled
+def draw(series: dict[str, dict[float, Times]]) -> Figure:
+    """Mean step times on logarithmic axes, with a line of slope 1 (batch) or 2 (width) to compare with."""
+    figure = Figure(figsize=(8.4, 3.6), layout="constrained")
+    for axes, (name, found) in zip(figure.subplots(1, 2, sharey=True), series.items(), strict=True):
+        _panel(axes, name, found)
+    return figure
+
+
+def _panel(axes: Axes, name: str, found: dict[float, Times]) -> None:
+    at = sorted(found)
+    for method, colour in COLOURS.items():
+        axes.plot(at, [1e3 * found[x][method]["step"] for x in at], "o-", color=colour, label=method)
+    power = 2 if name == "width" else 1
+    start = 1e3 * found[at[0]]["SGD"]["step"]
+    guide = [start * (x / at[0]) ** power for x in at]
+    axes.plot(at, guide, ":", color=MUTED, lw=1, label=f"slope {power}")
+    axes.set(xscale="log", yscale="log", xlabel=f"{name} (×)" if name == "width" else "batch")
+    axes.set_xticks(at, [f"{x:g}" for x in at])
+    axes.minorticks_off()
+    axes.legend(frameon=False)
+    if name == "width":
+        axes.set_ylabel("mean step (ms)")
+
+
+def table(name: str, found: dict[float, Times]) -> str:
+    """Each kind of step at each size, and the slope of the mean on logarithmic axes between neighbours."""
+    at = sorted(found)
+    heads = [f"{name} {x:g}" for x in at]
+    rows = [f"| (ms) | {' | '.join(heads)} | slopes |", f"|{'---|' * (len(at) + 2)}"]
+    for method in COLOURS:
+        for kind in (*KINDS, "step"):
+            values = [found[x][method].get(kind) for x in at]
+            if any(value is None for value in values) or (kind == "plain" and method == "SGD"):
+                continue
+            numbers = [float(value) for value in values if value is not None]
+            slopes = [_slope(numbers[i], numbers[i + 1], at[i], at[i + 1]) for i in range(len(at) - 1)]
+            cells = " | ".join(f"{1e3 * value:.2f}" for value in numbers)
+            label = f"**{method}**, mean" if kind == "step" else f"{method}, {kind}"
+            rows.append(f"| {label} | {cells} | {', '.join(f'{slope:.1f}' for slope in slopes)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _slope(first: Any, second: Any, start: float, stop: float) -> float:
+    return math.log(second / first) / math.log(stop / start)
