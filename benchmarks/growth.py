@@ -33,7 +33,8 @@ def growth(path: Path, picture: Path) -> str:
         f"![Mean step time against width and batch](assets/{picture.name})\n",
         *(f"\n{table(name, found)}" for name, found in series.items()),
         f"\n{prediction['samples']} weight samples for {prediction['images']} images take "
-        f"{prediction['draws'] * 1e3:.0f} ms, {prediction['ratio']:.1f} times one pass of the plain network ({prediction['plain'] * 1e3:.1f} ms).\n",
+        f"{prediction['draws'] * 1e3:.0f} ms, {prediction['ratio']:.1f} times one pass of the plain network "
+        f"({prediction['plain'] * 1e3:.1f} ms).\n",
     ]
     return "".join(parts)
 
