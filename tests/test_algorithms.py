@@ -294,6 +294,21 @@ def start(family: str, **options: object) -> ng.NoisyOptimizer:
     return OPTIMIZERS[family](model, ng.Gaussian(noise_variance=NOISE), **settings | options)
 
 
+@pytest.mark.parametrize("family", list(OPTIMIZERS))
+def test_a_fading_start_keeps_its_share_of_the_identity(family: str) -> None:
+    """After one update nine tenths of it and one of what was measured; half and half where it is forgotten."""
+    found = {}
+    x, y = regression()
+    for way in ("forgotten", "fading"):
+        optimizer = start(family, fisher_decay=0.9, fisher_start=way, noise=False)
+        identity = optimizer.factors._moments.clone()
+        optimizer.step(lambda optimizer=optimizer: (optimizer.model(x), y))
+        found[way] = optimizer.factors._moments.clone()
+    measured = 2.0 * found["forgotten"] - identity
+    torch.testing.assert_close(found["fading"], 0.9 * identity + 0.1 * measured, rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(found["fading"], found["forgotten"])
+
+
 def mean_error(posterior: ng.Posterior, mean: Tensor, precision: Tensor) -> float:
     """In posterior standard deviations, on average."""
     found = torch.cat([tensor.flatten() for tensor in posterior.mean.values()])
