@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from noisygrad.cli import main
 from noisygrad.data import load_images, subset
-from noisygrad.experiments import classification
+from noisygrad.experiments import calibration, classification
 from noisygrad.experiments.cells import Results
 from noisygrad.experiments.classification import Learning, held_out, plan, run_job
 from noisygrad.experiments.configurations import full_name, has
@@ -265,3 +265,16 @@ def test_the_learning_rate_drops() -> None:
     seen = []
     learning.train(lambda record: seen.append(learning.trainer.optimizer.param_groups[0]["lr"]) or {}, None, 1)
     assert seen == pytest.approx([0.05, 0.005, 0.0005, 0.0005])
+
+
+def test_scores_by_the_number_of_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "DRAWS", (1, 4))
+    (job,) = plan("digits", ["noisy-K-FAC"], ["plain"], epochs=1)
+    learning = Learning(job, 0, load_images("digits", None), "cpu")
+    posterior, asked = learning.trainer.posterior(), (learning.x_test[:50], learning.y_test[:50], learning.normalise)
+    found = calibration.by_draws(posterior, *asked)
+    assert found["draws"] == [1.0, 4.0]
+    alone = calibration.measured(posterior, *asked, samples=4)
+    assert found["ece_by_draws"][1] == pytest.approx(alone["ece"])
+    assert found["accuracy_by_draws"][1] == pytest.approx(alone["accuracy"])
+    assert found["nll_by_draws"][0] != found["nll_by_draws"][1]

@@ -12,6 +12,7 @@ from noisygrad.experiments.configurations import CONFIGURATIONS, full_name, head
 from noisygrad.report import classification, paper, site
 from noisygrad.report.calibration import (
     corruption_panels,
+    draws_table,
     methods_in,
     ratio_sentence,
     reliability_of,
@@ -239,6 +240,19 @@ def test_averages_leave_out_methods_without_a_posterior():
     assert row["accuracy_of_mean_logits"] == pytest.approx(88.9)
     assert row["gain"] == "+0.90"
     assert averages_table(study_of(trained("K-FAC", 0, 82.0, 0.1))) is None
+
+
+def test_draws_are_counted_in_the_mean_over_seeds():
+    counted = {"draws": [1.0, 10.0], "accuracy_by_draws": [80.0, 84.0], "ece_by_draws": [0.1, 0.02]}
+    other = {**counted, "accuracy_by_draws": [82.0, 86.0]}
+    study = study_of(
+        classified("noisy-K-FAC", 0, counted), classified("noisy-K-FAC", 1, other), *accuracies("SGD", 70.0)
+    )
+    table = draws_table(study, CIFAR)
+    assert table is not None
+    expected = {"method": "noisy-K-FAC", "accuracy1": 81.0, "accuracy10": 85.0, "ece1": 0.1, "ece10": 0.02}
+    assert table.rows == [expected]
+    assert draws_table(study_of(*accuracies("SGD", 70.0)), CIFAR) is None
 
 
 def test_shortfalls_are_those_of_the_aims(monkeypatch):

@@ -15,6 +15,7 @@ from noisygrad.predictions import CategoricalPrediction
 
 BINS = 15
 STRENGTHS = (1, 2, 3, 4, 5)
+DRAWS = (1, 3, 10, 30, 100)
 _BATCH = 1000
 
 Figures = dict[str, float | list[float]]
@@ -45,6 +46,18 @@ def measured(posterior: Posterior, images: Tensor, labels: Tensor, normalise: No
     }
 
 
+def by_draws(posterior: Posterior, images: Tensor, labels: Tensor, normalise: Normalise) -> Figures:
+    """Accuracy (per cent), ece and nll by how many draws of the weights a prediction averages."""
+    logits = _logits(posterior, _unit(images), normalise, max(DRAWS))
+    found: dict[str, list[float]] = {"draws": [float(count) for count in DRAWS]}
+    for count in DRAWS:
+        prediction = CategoricalPrediction(logits[:count])
+        scores = _scores(prediction, labels)
+        for name, value in scores.items():
+            found.setdefault(f"{name}_by_draws", []).append(value)
+    return {name: list(values) for name, values in found.items()}
+
+
 def out_of_distribution(
     posterior: Posterior, images: Tensor, strange: Tensor, normalise: Normalise, samples: int
 ) -> Figures:
@@ -64,22 +77,23 @@ def under_corruption(
     """Accuracy (per cent), ece and nll at the five strengths of each corruption."""
     found: dict[str, float | list[float]] = {}
     for kind in CORRUPTIONS:
-        rows: list[tuple[float, float, float]] = []
+        rows: list[dict[str, float]] = []
         for strength in STRENGTHS:
             generator = torch.Generator().manual_seed(seed)
             spoilt = corrupted(_unit(images), kind, strength, generator)
-            prediction = CategoricalPrediction(_logits(posterior, spoilt, normalise, samples))
-            probabilities = prediction.probs
-            rows.append(
-                (
-                    100.0 * metrics.accuracy(probabilities, labels),
-                    metrics.ece(probabilities, labels, BINS),
-                    metrics.nll(prediction, labels),
-                )
-            )
-        for name, values in zip(("accuracy", "ece", "nll"), zip(*rows, strict=True), strict=True):
-            found[f"{kind}_{name}"] = list(values)
+            rows.append(_scores(CategoricalPrediction(_logits(posterior, spoilt, normalise, samples)), labels))
+        for name in rows[0]:
+            found[f"{kind}_{name}"] = [row[name] for row in rows]
     return found
+
+
+def _scores(prediction: CategoricalPrediction, labels: Tensor) -> dict[str, float]:
+    probabilities = prediction.probs
+    return {
+        "accuracy": 100.0 * metrics.accuracy(probabilities, labels),
+        "ece": metrics.ece(probabilities, labels, BINS),
+        "nll": metrics.nll(prediction, labels),
+    }
 
 
 def accuracy_of(model: torch.nn.Module, images: Tensor, labels: Tensor, normalise: Normalise) -> float:

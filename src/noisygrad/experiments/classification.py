@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from noisygrad.data.images import Images, load_images, load_out_of_distribution, subset
 from noisygrad.distributed import processes
-from noisygrad.experiments.calibration import accuracy_of, measured, out_of_distribution, under_corruption
+from noisygrad.experiments.calibration import accuracy_of, by_draws, measured, out_of_distribution, under_corruption
 from noisygrad.experiments.cells import Cell, Job
 from noisygrad.experiments.configurations import BF16, CONFIGURATIONS, LEARNED_NORM, full_name, has
 from noisygrad.experiments.environment import device_name
@@ -317,6 +317,8 @@ class Learning:
         found["test_accuracy"] = [each["test_accuracy"] for each in history.metrics]
         found["epochs"] = [float(epoch) for epoch in range(1, history.epochs + 1)]
         found["step_ms"] = 1e3 * sum(history.seconds) / (history.epochs * (len(self.x_train) // self.batch_size))
+        if samples > 1 and self.data == "cifar10":
+            found |= by_draws(posterior, self.x_test, self.y_test, self.normalise)
         if strange is not None:
             others = torch.from_numpy(strange).to(self.device)
             found |= out_of_distribution(posterior, self.x_test, others, self.normalise, samples)

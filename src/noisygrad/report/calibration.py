@@ -38,6 +38,32 @@ def listed(cell: Cell, name: str) -> list[float]:
     return values if isinstance(values, list) else []
 
 
+def draws_table(study: Study, data: str) -> Table | None:
+    """Accuracy and ECE by how many draws are averaged, in the mean over the seeds; None where nobody counted."""
+    rows: list[dict[str, str | float | None]] = []
+    counts: list[float] = []
+    for method in study.methods:
+        cells = [cell for cell in study.of(method, data) if listed(cell, "draws")]
+        if not cells:
+            continue
+        counts = listed(cells[0], "draws")
+        row: dict[str, str | float | None] = {"method": method}
+        for key in (ACCURACY.key, ECE.key):
+            means = np.mean([listed(cell, f"{key}_by_draws") for cell in cells], axis=0)
+            row |= {f"{key}{count:g}": float(mean) for count, mean in zip(counts, means, strict=True)}
+        rows.append(row)
+    if not rows:
+        return None
+    columns = [Column(key="method", header="method")]
+    columns += [Column(key=f"{ACCURACY.key}{count:g}", header=f"{count:g}", unit="%", digits=2) for count in counts]
+    columns += [Column(key=f"{ECE.key}{count:g}", header=f"ECE of {count:g}", digits=3) for count in counts]
+    return Table(
+        columns=tuple(columns),
+        rows=rows,
+        caption="Test accuracy and ECE by how many draws of the weights are averaged, in the mean over the seeds",
+    )
+
+
 def scores_table(study: Study, data: str, methods: Mapping[str, str], caption: str) -> Table:
     """Accuracy, likelihood and calibration, in the mean over the seeds.
 

@@ -16,6 +16,7 @@ from noisygrad.report.calibration import (
     add_corruption,
     add_reliability,
     add_scores,
+    draws_table,
     listed,
     methods_in,
     scores_table,
@@ -215,6 +216,9 @@ def _averages(page: Page, study: Study) -> None:
         "what all other tables show; their logits averaged, as the authors' code does; and the mean weights used once."
     )
     page.table(table)
+    draws = draws_table(study, _DATA)
+    if draws is not None:
+        page.table(draws)
 
 
 def _other_data(page: Page, study: Study) -> None:
