@@ -24,7 +24,7 @@ from noisygrad.report.calibration import (
 from noisygrad.report.comparison import ACCURACY, ECE, Metric, signed
 from noisygrad.report.figures import Curve, Panel, View, curve_panels
 from noisygrad.report.page import Page
-from noisygrad.report.provenance import add_environment, add_settings, wall_time_table
+from noisygrad.report.provenance import add_environment, add_failures, add_gaps, add_settings, wall_time_table
 from noisygrad.report.reasons import REASONS
 from noisygrad.report.study import Standing, Study
 from noisygrad.report.tables import Column, ComparisonTable, Entry, Table
@@ -292,14 +292,9 @@ def _shortfalls(page: Page, study: Study) -> None:
             page.items(shortfall.sentence for shortfall in found)
         else:
             page.text("Nothing that is measured falls short of this.")
-        gaps = _gaps(study)
-        if gaps:
-            page.text("Not complete, so that these figures may still change:")
-            page.items(gaps)
-    if study.failed:
-        page.text(f"{len(study.failed)} of {len(study.cells)} trainings failed:")
-        page.items(f"{cell.method} on {cell.data}, seed {cell.replicate}: {cell.error}" for cell in study.failed)
-    elif _DATA not in study.data:
+        add_gaps(page, _gaps(study))
+    add_failures(page, study, "seed")
+    if not study.failed and _DATA not in study.data:
         page.text("No training failed.")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from noisygrad.experiments.cells import Cell, Results
 from noisygrad.report.figures import Curve, training_curves
 from noisygrad.report.page import Page
-from noisygrad.report.provenance import add_environment, add_settings
+from noisygrad.report.provenance import add_environment, add_failures, add_settings
 from noisygrad.report.study import Study
 from noisygrad.report.tables import Column, Table
 
@@ -55,9 +55,7 @@ def sections(results: Path, page: Page) -> None:
     tuning = Study(Results(results, "convergence-tuning").load())
     if tuning.cells:
         page.table(tuning_table(tuning))
-    if study.failed:
-        page.text(f"{len(study.failed)} of {len(study.cells)} trainings failed:")
-        page.items(f"{cell.method} on {cell.data}, {cell.replicate}: {cell.error}" for cell in study.failed)
+    add_failures(page, study, "split")
     add_settings(page, study)
     add_environment(page, study)
 

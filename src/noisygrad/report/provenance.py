@@ -103,3 +103,17 @@ def _counted(counts: Mapping[str, int]) -> str:
     if len(counts) == 1:
         return next(iter(counts))
     return "; ".join(f"{value} ({count} cells)" for value, count in counts.items())
+
+
+def add_gaps(page: Page, gaps: Sequence[str]) -> None:
+    """What was not run yet."""
+    if gaps:
+        page.text("Not complete, so that these figures may still change:")
+        page.items(gaps)
+
+
+def add_failures(page: Page, study: Study, replicate: str) -> None:
+    """Trainings that went wrong, and how; `replicate` is the word for one of them."""
+    if study.failed:
+        page.text(f"{len(study.failed)} of {len(study.cells)} trainings failed:")
+        page.items(f"{cell.method} on {cell.data}, {replicate} {cell.replicate}: {cell.error}" for cell in study.failed)

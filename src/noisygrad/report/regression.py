@@ -11,7 +11,7 @@ from noisygrad.report import paper
 from noisygrad.report.comparison import LOG_LIKELIHOOD, RMSE, Metric, signed
 from noisygrad.report.figures import difference_plot
 from noisygrad.report.page import Page
-from noisygrad.report.provenance import add_environment, add_settings, wall_time_table
+from noisygrad.report.provenance import add_environment, add_failures, add_gaps, add_settings, wall_time_table
 from noisygrad.report.reasons import REASONS
 from noisygrad.report.study import Standing, Study
 from noisygrad.report.tables import Column, ComparisonTable, Entry, Table
@@ -234,13 +234,8 @@ def _shortfalls(page: Page, study: Study) -> None:
         page.items(_sentence(standing) for standing in found)
     else:
         page.text("No figure is worse than the paper's by more than two standard errors (three for PBP_MV and VMG).")
-    gaps = _gaps(study)
-    if gaps:
-        page.text("Not complete, so that these figures may still change:")
-        page.items(gaps)
-    if study.failed:
-        page.text(f"{len(study.failed)} of {len(study.cells)} trainings failed:")
-        page.items(f"{cell.method} on {cell.data}, split {cell.replicate}: {cell.error}" for cell in study.failed)
+    add_gaps(page, _gaps(study))
+    add_failures(page, study, "split")
 
 
 def _sentence(standing: Standing) -> str:
