@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -28,8 +27,9 @@ def growth(path: Path, picture: Path) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     prediction, every = record["prediction"], record["every"]
     parts = [
-        f"\n## How cost grows\n\n`{record['command']}`; {record['device']}; {versions}. All steps are CUDA graphs, "
-        f"with statistics every {every['statistics']} steps and factors every {every['factors']}.\n\n"
+        f"\n## How cost grows\n\n`{record['command']}`; {record['device']}; {versions}. "
+        f"All steps but K-FAC's refreshes are CUDA graphs, with statistics every {every['statistics']} steps and "
+        f"factors every {every['factors']}.\n\n"
         f"![Mean step time against width and batch](assets/{picture.name})\n",
         *(f"\n{table(name, found)}" for name, found in series.items()),
         f"\n{prediction['samples']} weight samples for {prediction['images']} images take "
@@ -82,5 +82,5 @@ def table(name: str, found: dict[float, Times]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def _slope(first: Any, second: Any, start: float, stop: float) -> float:
+def _slope(first: float, second: float, start: float, stop: float) -> float:
     return math.log(second / first) / math.log(stop / start)

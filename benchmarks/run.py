@@ -57,8 +57,10 @@ class Problem:
     """The paper's for this problem: regression has neither damping nor a trust region, CIFAR-10 has both."""
 
 
-def problem(name: str, device: torch.device, stats_batch: int | None) -> Problem:
-    """The two of the paper: MLP 13-50-1 at batch 10, VGG16 at batch 128."""
+def problem(
+    name: str, device: torch.device, stats_batch: int | None, *, width: float = 1.0, batch: int = 128
+) -> Problem:
+    """The two of the paper: MLP 13-50-1 at batch 10, VGG16 at batch 128, or at another width and batch."""
     torch.manual_seed(0)
     if name == "mlp":
         return Problem(
@@ -72,9 +74,9 @@ def problem(name: str, device: torch.device, stats_batch: int | None) -> Problem
         )
     order = torch.channels_last if device.type == "cuda" else torch.contiguous_format
     return Problem(
-        lambda: ng.networks.VGG16().to(device, memory_format=order),
-        torch.randn(128, 3, 32, 32, device=device).contiguous(memory_format=order),
-        torch.randint(10, (128,), device=device),
+        lambda: ng.networks.VGG16(width=width).to(device, memory_format=order),
+        torch.randn(batch, 3, 32, 32, device=device).contiguous(memory_format=order),
+        torch.randint(10, (batch,), device=device),
         F.cross_entropy,
         ng.Categorical,
         50_000,
@@ -196,7 +198,7 @@ def measure(
 
 
 def peak_memory(name: str, method: str, device: torch.device, stats_batch: int | None) -> float:
-    """Peak memory in MB of three steps of each kind: of the device, or of a process of its own."""
+    """Peak memory in MB of a few steps of each kind: of the device, or of a process of its own."""
     if device.type == "cuda":
         p = problem(name, device, stats_batch)
         tried, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False  # trials take memory of their own

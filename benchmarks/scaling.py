@@ -27,11 +27,7 @@ ROUNDS, TEST_IMAGES, SAMPLES = 5, 10_000, 10
 
 def step_times(width: float, batch: int, device: torch.device) -> dict[str, dict[str, float]]:
     """Seconds of each kind of step of each method, rounds of all methods interleaved."""
-    p = problem("vgg16", device, None)
-    order = torch.channels_last if device.type == "cuda" else torch.contiguous_format
-    p.model = lambda: ng.networks.VGG16(width=width).to(device, memory_format=order)
-    p.x = torch.randn(batch, 3, 32, 32, device=device).contiguous(memory_format=order)
-    p.y = torch.randint(10, (batch,), device=device)
+    p = problem("vgg16", device, None, width=width, batch=batch)
     suffix = " captured" if device.type == "cuda" else ""
     steps = {method: make_steps(method + suffix, p) for method in METHODS}
     found: dict[str, dict[str, list[float]]] = {m: {kind: [] for kind in kinds} for m, kinds in steps.items()}

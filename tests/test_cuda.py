@@ -199,17 +199,20 @@ def test_a_captured_step_reports_bad_numbers_at_the_next_refresh() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_trainings_of_images_are_replayed_and_learn(method: str) -> None:
+def test_trainings_of_images_are_replayed_and_learn(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every method of the classification experiment, with crops and batch norm inside the recorded step."""
     (job,) = plan("digits", [method], ["D+B"], epochs=1)
     learning = Learning(job, 0, load_images("digits", None), "cuda")
     learning.model.train()
     generator = torch.Generator().manual_seed(0)
-    losses, seen = [], []
+    replays = []
+    replay = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(graph), replay(graph))[1])
+    losses = []
     for _ in range(120):
         rows = torch.randperm(len(learning.x_train), generator=generator)[: learning.batch_size].cuda()
         losses.append(float(learning._step(learning.x_train[rows], learning.y_train[rows])))
-        seen.append(learning._inputs.clone())
+    assert len(replays) > 80  # all but warm-ups and refreshes
     assert sum(losses[-20:]) < 0.8 * sum(losses[:5]) * 4
     learning._raw.copy_(learning.x_train[: learning.batch_size])
     crops = []
@@ -222,13 +225,16 @@ def test_trainings_of_images_are_replayed_and_learn(method: str) -> None:
     assert learning.network.training
 
 
-def test_a_replayed_sgd_is_the_eager_one() -> None:
+def test_a_replayed_sgd_is_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     found = []
     for replayed in (True, False):
         (job,) = plan("digits", ["SGD"], ["plain"], epochs=1)
         learning = Learning(job, 0, load_images("digits", None), "cuda")
         learning.model.train()
-        optimizer = torch.optim.SGD(learning.network.parameters(), lr=0.05, momentum=0.9)
+        optimizer = torch.optim.SGD(learning.network.parameters(), lr=job.config["lr"], momentum=0.9)
         for index in range(30):
             x = learning.x_train[32 * index : 32 * index + 32]
             y = learning.y_train[32 * index : 32 * index + 32]
@@ -247,16 +253,34 @@ def test_a_replayed_sgd_is_the_eager_one() -> None:
     torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("mode", ["factored", "exact"])
 @pytest.mark.parametrize("damping", [0.0, 0.1])
-def test_stacked_blocks_step_like_single_ones(damping: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stacked_blocks_step_like_single_ones(damping: float, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for devices in ({"cuda"}, set()):
         monkeypatch.setattr(stacks, "DEVICES", devices)
-        model, optimizer = make(ng.NoisyKFAC, noise=False, damping=damping, factor_every=4)
-        assert (optimizer.factors._stacks is not None) == bool(devices)
+        torch.manual_seed(0)
+        model = ng.networks.MLP(6, (12, 12, 12), 1).cuda().double()
+        optimizer = ng.NoisyKFAC(
+            model,
+            ng.Gaussian(noise_variance=0.1),
+            num_data=200,
+            noise=False,
+            damping=damping,
+            damping_mode=mode,
+            stats_every=2,
+            factor_every=4,
+            seed=3,
+        )
+        if devices:
+            assert any(len(stack.blocks) > 1 for stack in optimizer.factors._stacks.stacks)
+        else:
+            assert optimizer.factors._stacks is None
         generator = torch.Generator("cuda").manual_seed(5)
-        for _ in range(20):
+        for index in range(20):
             x, y = batch(generator)
+            if index == 10:
+                optimizer.param_groups[0]["damping"] = 0.1 - damping
             optimizer.step(lambda x=x, y=y, model=model: (model(x), y))
         found.append(optimizer.mean.flat.clone())
     torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-10)

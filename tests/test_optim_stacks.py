@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,19 +33,21 @@ def network(replicas: tuple[int, ...] = ()) -> nn.Module:
     ).double()
 
 
-def trained(monkeypatch: pytest.MonkeyPatch, stacked: bool, **more: object) -> ng.NoisyKFAC:
-    monkeypatch.setattr(stacks, "DEVICES", {"cpu"} if stacked else set())
-    replicas = more.pop("replicas", ())
-    model = network(replicas)
-    optimizer = ng.NoisyKFAC(
-        model, ng.Categorical(), num_data=100, stats_every=1, factor_every=2, seed=1, **{"noise": False, **more}
-    )
-    generator = torch.Generator().manual_seed(2)
-    for _ in range(5):
+def train_on(optimizer: ng.NoisyKFAC, replicas: tuple[int, ...], seed: int, steps: int = 5) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
         shape = (*replicas, 8, 5) if replicas else (8, 2, 4, 4)
         x = torch.randn(shape, generator=generator, dtype=torch.float64)
         y = torch.randint(3, (*replicas, 8), generator=generator)
-        optimizer.step(lambda x=x, y=y: (model(x), y))
+        optimizer.step(lambda x=x, y=y: (optimizer.model(x), y))
+
+
+def trained(monkeypatch: pytest.MonkeyPatch, stacked: bool, **more: object) -> ng.NoisyKFAC:
+    monkeypatch.setattr(stacks, "DEVICES", {"cpu"} if stacked else set())
+    replicas = more.pop("replicas", ())
+    settings = {"num_data": 100, "stats_every": 1, "factor_every": 2, "seed": 1, "noise": False, **more}
+    optimizer = ng.NoisyKFAC(network(replicas), ng.Categorical(), **settings)
+    train_on(optimizer, replicas, seed=2)
     return optimizer
 
 
@@ -67,6 +73,9 @@ def test_a_stacked_step_is_that_of_single_blocks(settings, monkeypatch):
         if "damping_mode" not in settings or "/factors/" not in name:  # eigenvectors have no sign of their own
             torch.testing.assert_close(tensor, saved[name], rtol=1e-9, atol=1e-11)
     other.load_state_dict(one.state_dict())  # a checkpoint of a GPU is one of a CPU
+    for optimizer in (one, other):
+        train_on(optimizer, settings.get("replicas", ()), seed=7)
+    torch.testing.assert_close(other.mean.flat, one.mean.flat, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("settings", CASES, ids=str)
@@ -107,6 +116,77 @@ def test_another_damping_makes_other_stacks(monkeypatch):
             assert own.left.data_ptr() == stack.factors.stepper.left[index].data_ptr()
 
 
+def solved_densely(optimizer: ng.NoisyKFAC, gradient: Tensor, dampings: dict[int, float]) -> Tensor:
+    """P⁻¹ g of every block by a dense inverse of equation (11)."""
+    solved = torch.zeros_like(gradient)
+    for block in optimizer.factors.blocks:
+        prior, statistics = optimizer.factors.priors[block.name], optimizer.factors.statistics[block.name]
+        precision = statistics.factorise(prior, dampings[block.group], optimizer.options.damping_mode)
+        if block.family == "diagonal":
+            block.write_(solved, precision.solve(block.vector(gradient)))
+        else:
+            dense = torch.linalg.inv(precision.to_dense())
+            block.write_(solved, (dense @ block.vector(gradient).unsqueeze(-1)).squeeze(-1))
+    return solved
+
+
+@pytest.mark.parametrize("damping_mode", ["factored", "exact"])
+def test_a_fitted_prior_is_stacked_too(damping_mode, monkeypatch):
+    first = trained(monkeypatch, True, damping_mode=damping_mode, noise=True)
+    prior = first.posterior().as_prior()
+    again = trained(monkeypatch, True, damping_mode=damping_mode, damping=0.1, noise=True, prior=prior)
+    again.factors.refresh({0: 0.1})
+    gradient = torch.randn(again.mean.flat.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    truth = solved_densely(again, gradient, {0: 0.1})
+    torch.testing.assert_close(again.factors.solve(gradient), truth, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("damping_mode", ["factored", "exact"])
+def test_a_failure_in_a_stack_names_its_layer_and_stores_nothing(damping_mode, monkeypatch):
+    optimizer = trained(monkeypatch, True, damping=0.1, damping_mode=damping_mode, noise=True)
+    before = {name: t.clone() for b in optimizer.factors.blocks for name, t in named(optimizer, b)}
+    moments = optimizer.factors._moments.clone()
+    optimizer.factors._moments.mul_(1.5)  # all others would change
+    optimizer.factors.statistics["9"].outputs.fill_(float("nan"))
+    with pytest.raises(FactorisationError, match="layer 9"):
+        optimizer.factors.refresh({0: 0.1})
+    for block in optimizer.factors.blocks:
+        for name, tensor in named(optimizer, block):
+            assert torch.equal(tensor, before[name]), name
+    optimizer.factors._moments.copy_(moments)
+    optimizer.factors.refresh({0: 0.0})  # other stacks, after a failure
+    gradient = torch.ones_like(optimizer.mean.flat)
+    truth = solved_densely(optimizer, gradient, {0: 0.0})
+    torch.testing.assert_close(optimizer.factors.solve(gradient), truth, rtol=1e-8, atol=1e-10)
+
+
+def named(optimizer: ng.NoisyKFAC, block) -> list[tuple[str, Tensor]]:
+    return [(f"{block.name} {name}", tensor) for name, tensor in optimizer.factors.tensors(block).items()]
+
+
+def test_a_failed_change_of_damping_leaves_no_stale_stack(monkeypatch):
+    optimizer = trained(monkeypatch, True, damping=0.0, noise=True, groups={"9.*": {"damping": 0.0}})
+    moments = optimizer.factors._moments.clone()
+    optimizer.factors.statistics["9@1"].outputs.fill_(float("nan"))
+    with pytest.raises(FactorisationError):
+        optimizer.factors.refresh({0: 0.5, 1: 0.0})
+    optimizer.factors._moments.copy_(moments)
+    for _ in range(2):
+        optimizer.factors.refresh({0: 0.5, 1: 0.0})
+    gradient = torch.ones_like(optimizer.mean.flat)
+    truth = solved_densely(optimizer, gradient, {0: 0.5, 1: 0.0})
+    torch.testing.assert_close(optimizer.factors.solve(gradient), truth, rtol=1e-8, atol=1e-10)
+
+
+def test_the_moving_average_in_place_is_the_usual_one(monkeypatch):
+    optimizer = trained(monkeypatch, False)
+    factors, rate = optimizer.factors, torch.tensor(0.3, dtype=torch.float64)
+    new = [torch.randn_like(t) for b in factors.blocks for t in factors.statistics[b.name].tensors().values()]
+    expected = torch.lerp(factors._moments, torch.cat([tensor.flatten() for tensor in new]), rate)
+    factors._average_in_place(new, rate)
+    torch.testing.assert_close(factors._moments, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_deferred_failures_are_told_at_the_end_and_then_raised():
     good, bad = torch.eye(3), torch.full((3, 3), float("nan"))
     with deferred() as failures:
@@ -115,3 +195,41 @@ def test_deferred_failures_are_told_at_the_end_and_then_raised():
     assert [bool(failure) for failure in failures] == [False, True]
     with pytest.raises(FactorisationError):
         inverse_root(bad, 0.5)
+
+
+def test_failures_are_collected_by_their_own_thread():
+    bad = torch.full((2, 2), float("nan"))
+    with deferred() as failures, ThreadPoolExecutor(1) as pool:
+        other = pool.submit(inverse_root, bad, 0.5)
+        with pytest.raises(FactorisationError):
+            other.result()
+    assert failures == []
+
+
+PRECISIONS = {
+    "old": "torch.set_float32_matmul_precision('high')",
+    "old flag": "torch.backends.cuda.matmul.allow_tf32 = True",
+    "new": "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    "new, all": "torch.backends.fp32_precision = 'tf32'",
+    "new, CPU": "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
+}
+
+
+@pytest.mark.parametrize("how", PRECISIONS)
+def test_rounding_that_a_user_allows_is_off_in_factorisations_and_on_again_after_them(how):
+    """In a process of its own: torch has no way back from one kind of setting to the other."""
+    script = f"""
+import torch
+from noisygrad.families.rounding import full_precision
+cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+{PRECISIONS[how]}
+before = cuda.fp32_precision, cpu.fp32_precision
+with full_precision():
+    with full_precision():
+        pass
+    assert not {{cuda.fp32_precision, cpu.fp32_precision}} & {{"tf32", "bf16"}}
+    torch.ones(2, 2) @ torch.ones(2, 2)
+assert (cuda.fp32_precision, cpu.fp32_precision) == before
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

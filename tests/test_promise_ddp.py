@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import noisygrad as ng
 from compare import OPTIMIZERS, batches, differences, each_optimizer, make, mlp, snapshot
+from noisygrad.optim import stacks
 
 SECONDS = 100
 OWN = ("/generators/", "/optimizer/rank")
@@ -50,6 +51,24 @@ def work_shared_out(rank: int) -> list[str]:
     x, y = batches(2)[rank]
     optimizer.step(lambda: (model(x), y))
     return done
+
+
+def changed_damping(rank: int, stacked: bool) -> dict[str, Any]:
+    """Steps before and after the damping is switched on: what `solve` gives on this rank, and what is right."""
+    stacks.DEVICES = {"cpu"} if stacked else set()
+    model = DistributedDataParallel(mlp())
+    optimizer = make(ng.NoisyKFAC, model, damping=0.0)
+    for number, (x, y) in enumerate(batches(6, size=8)):
+        if number == 3:
+            optimizer.param_groups[0]["damping"] = 0.1
+        optimizer.step(lambda x=x, y=y: (model(halves(x, 4)[rank]), halves(y, 4)[rank]))
+    stacks.DEVICES = {"cuda"}
+    factors, gradient = optimizer.factors, torch.ones_like(optimizer.mean.flat)
+    truth = torch.zeros_like(gradient)
+    for block in factors.blocks:
+        precision = factors.statistics[block.name].factorise(factors.priors[block.name], 0.1, "factored")
+        block.write_(truth, precision.solve(block.vector(gradient)))
+    return {"solved": factors.solve(gradient), "truth": truth, "mean": optimizer.mean.flat.clone()}
 
 
 def failure(rank: int, what: str) -> dict[str, Any]:
@@ -132,6 +151,8 @@ def work(rank: int, folder: str) -> None:
         results[f"unused {name}"] = unused_on_one_rank(rank, kind)
     results["shared out"] = work_shared_out(rank)
     results["resumed"] = resumed(rank)
+    for stacked in (False, True):
+        results[f"damping {stacked}"] = changed_damping(rank, stacked)
     for what in ("NaN", "factorisation"):
         results[f"failure {what}"] = failure(rank, what)
     torch.save(results, f"{folder}/{rank}.pt")
@@ -214,6 +235,14 @@ def test_a_layer_that_only_one_rank_used_is_learned_by_both(ranks):
     forgotten = torch.eye(len(never), dtype=torch.float64) / 4  # after three updates by nothing
     torch.testing.assert_close(never, forgotten)
     assert (rare - forgotten).diagonal().max() > 1e-3
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_change_of_damping_reaches_the_blocks_of_all_ranks(ranks, stacked):
+    for rank in ranks:
+        found = rank[f"damping {stacked}"]
+        torch.testing.assert_close(found["solved"], found["truth"], rtol=1e-9, atol=1e-12)
+    assert torch.equal(*(rank[f"damping {stacked}"]["mean"] for rank in ranks))
 
 
 def test_factorisation_is_shared_out(ranks):

@@ -8,6 +8,7 @@ then what repairs it.
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 _unchecked = False
-_failures: list[Tensor] | None = None
+_WATCH = threading.local()
+"""`failures`, where a thread collects them."""
 
 SMALL_TRIANGLE = {"cpu": 128, "cuda": 1024}
 """Up to this size a triangular matrix is inverted at once."""
@@ -64,31 +66,18 @@ def unchecked(when: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def full_precision() -> Iterator[None]:
-    """Products of float32 matrices are not rounded to narrower numbers inside, whatever the user allows elsewhere.
-
-    An inverse has large and small directions; rounding that is small beside the former is not beside the latter.
-    """
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-@contextmanager
 def deferred() -> Iterator[list[Tensor]]:
     """Roots inside are not repaired; what should have been looked at is collected, to be read all at once.
 
     Each tensor is True where `inverse_root` would have had to repair a matrix or to raise.
     """
-    global _failures  # noqa: PLW0603
-    before, _failures = _failures, []
+    found: list[Tensor] = []
+    before = getattr(_WATCH, "failures", None)
+    _WATCH.failures = found
     try:
-        yield _failures
+        yield found
     finally:
-        _failures = before
+        _WATCH.failures = before
 
 
 def condition_number(matrix: Tensor) -> Tensor:
@@ -134,8 +123,9 @@ def inverse_root(matrix: Tensor, floor: Tensor | float) -> tuple[Tensor, Tensor]
     # A squared pivot is a Schur complement, never below the smallest eigenvalue: one that is, is rounding, even where
     # Cholesky did not notice.
     failed = (info != 0) | (pivots.square() < 0.5 * bound[..., None]).any(-1) | ~torch.isfinite(root).all(-1).all(-1)
-    if _failures is not None:
-        _failures.append(failed.any())
+    failures: list[Tensor] | None = getattr(_WATCH, "failures", None)
+    if failures is not None:
+        failures.append(failed.any())
     elif bool(failed.any()):
         # Only what failed is redone, so that one replica's trouble does not change another's digits.
         root, logdet = root.contiguous(), logdet.clone()

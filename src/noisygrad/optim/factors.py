@@ -15,10 +15,11 @@ from torch import Tensor
 from noisygrad.distributed import Ranks
 from noisygrad.families import diagonal
 from noisygrad.families.base import Prior, Statistics
-from noisygrad.families.factorisation import FactorisationError, capturing, deferred, full_precision
+from noisygrad.families.factorisation import FactorisationError, capturing, deferred
+from noisygrad.families.rounding import full_precision
 from noisygrad.optim import stacks
 from noisygrad.optim.options import Options
-from noisygrad.optim.stacks import BlockFactors, Stacks, can_stack
+from noisygrad.optim.stacks import BlockFactors, Stack, Stacks, can_stack
 from noisygrad.posterior.structure import Block, Structure
 
 
@@ -43,6 +44,7 @@ class Factors:
         self._seen = [0] * len(self.blocks)
         self.cached: dict[str, BlockFactors] = {}
         self._stacks: Stacks | None = None
+        self._stacked_at = 0
         self.noisy = any(block.noise for block in self.blocks)
         self._size = sum(block.size for block in self.blocks)
         self._options = options
@@ -103,11 +105,13 @@ class Factors:
             for tensor in new:
                 tensor.masked_fill_(mask <= 0, 0.0)
         if self._device.type == "cpu":
-            self._moments.lerp_(
-                torch.cat([tensor.reshape(-1) for tensor in new]) if len(new) > 1 else new[0].reshape(-1), rate
-            )
-            return
-        # In the memory there is: the moments of a deep network are as large as its activations.
+            flat = [tensor.reshape(-1) for tensor in new]
+            self._moments.lerp_(torch.cat(flat) if len(flat) > 1 else flat[0], rate)
+        else:
+            self._average_in_place(new, rate)
+
+    def _average_in_place(self, new: list[Tensor], rate: Tensor) -> None:
+        """The same in the memory of `new`: the moments of a deep network are as large as its activations."""
         old = [tensor for block in self.blocks for tensor in self.statistics[block.name].tensors().values()]
         torch._foreach_sub_(new, old)
         torch._foreach_mul_(new, rate)
@@ -137,45 +141,57 @@ class Factors:
         self.statistics[self.blocks[index].name].update_(clean, 1.0 - rate)
 
     def refresh(self, dampings: Mapping[int, float]) -> None:
-        """Factorise every block anew; the ranks share the work. Raises FactorisationError with the layer's name."""
+        """Factorise every block anew; the ranks share the work.
 
-        def factorise_mine() -> None:
-            mine = [
-                block
-                for block, owner in zip(self.blocks, self._owners, strict=True)
-                if owner == self._ranks.rank or block.name not in self.cached
-            ]
-            done = self._refresh_stacks(dampings)
-            for block in mine:
-                if block.name not in done:
-                    self._store(block, self._factorise_block(block, dampings[block.group]))
+        Raises FactorisationError with the layer's name, and then all factors, on all ranks, are what they were.
+        """
+        stacked: list[tuple[Stack, BlockFactors]] = []
+        single: list[tuple[Block, BlockFactors]] = []
 
-        generation = self.generation
+        def factorise() -> None:
+            stacked.extend(self._factorise_stacks(dampings))
+            done = {block.name for stack, _ in stacked for block in stack.blocks}
+            for block, owner in zip(self.blocks, self._owners, strict=True):
+                mine = owner == self._ranks.rank or not self._fits(self.cached.get(block.name), block, dampings)
+                if mine and block.name not in done:
+                    single.append((block, self._factorise_block(block, dampings[block.group])))
+
         with full_precision():
-            self._ranks.everywhere(factorise_mine, self._device)
+            self._ranks.everywhere(factorise, self._device)
+        for stack, new in stacked:
+            stack.store_(new)
+        for block, new in single:
+            self._store(block, new)
         if self._ranks.active:
             for block, owner in zip(self.blocks, self._owners, strict=True):
                 self._ranks.broadcast(self.tensors(block).values(), owner)
-        if self.generation != generation and self._device.type in stacks.DEVICES:
+        if self.generation != self._stacked_at and self._device.type in stacks.DEVICES:
             self._stack()
 
-    def _refresh_stacks(self, dampings: Mapping[int, float]) -> set[str]:
-        """Factorise blocks of equal shape together, and look once for each shape; the names of those that went well."""
-        done: set[str] = set()
+    @staticmethod
+    def _fits(factors: BlockFactors | None, block: Block, dampings: Mapping[int, float]) -> bool:
+        """Whether there are factors, and of the kind that the damping asks for: one for both uses, or one for each."""
+        return factors is not None and factors.shared == (block.noise and dampings[block.group] == 0.0)
+
+    def _factorise_stacks(self, dampings: Mapping[int, float]) -> Iterator[tuple[Stack, BlockFactors]]:
+        """Blocks of equal shape together, looked at once for each shape; what goes wrong is left to single blocks."""
         for stack in [] if self._stacks is None or self._ranks.active else self._stacks.stacks:
             first = stack.blocks[0]
-            with deferred() as failures:
-                new = self._factorise(
-                    stack.statistics(self.statistics), stack.prior, dampings[first.group], first.noise
-                )
-            if new.shared == stack.factors.shared and not (failures and bool(torch.stack(failures).any())):
-                stack.store_(new)
-                done |= {block.name for block in stack.blocks}
-        return done
+            if not self._fits(stack.factors, first, dampings):
+                continue
+            statistics = stack.statistics(self.statistics)
+            try:
+                with deferred() as failures:
+                    new = self._factorise(statistics, stack.prior, dampings[first.group], first.noise)
+            except FactorisationError:
+                continue
+            if not (failures and bool(torch.stack(failures).any())):
+                yield stack, new
 
     def _stack(self) -> None:
         """Bring the factors of equal shape together; what is kept of each block becomes a view."""
         self._stacks = None
+        self._stacked_at = self.generation
         if any(map(can_stack, self.blocks)):
             self._stacks = Stacks(self.blocks, self.cached, self.priors, self._size, self._device)
             self.cached |= self._stacks.members

@@ -17,7 +17,8 @@ from noisygrad.optim.generators import part_generators_
 if TYPE_CHECKING:
     from noisygrad.optim.base import NoisyOptimizer
 
-FORMAT = 1
+FORMAT = 2
+"""1 kept roots where now there are inverses."""
 
 
 def save_state(optimizer: NoisyOptimizer) -> dict[str, Any]:
@@ -59,6 +60,11 @@ def load_state(optimizer: NoisyOptimizer, state: Mapping[str, Any]) -> None:
         raise ValueError(f"this is not the state of a noisygrad optimiser: {', '.join(sorted(missing))} missing")
     if state["format"] > FORMAT:
         raise ValueError(f"the state has format {state['format']}, this noisygrad reads up to {FORMAT}: upgrade it")
+    if state["format"] < FORMAT:
+        raise ValueError(
+            f"the state has format {state['format']}, of an earlier noisygrad; this one reads {FORMAT}. A file of the "
+            "posterior itself (posterior.save) is still good"
+        )
     if state["family"] != optimizer.family:
         raise ValueError(
             f"the state is of the family {state['family']!r}, this optimiser is {optimizer.family!r} "
@@ -145,7 +151,8 @@ def _is_prior(name: str) -> bool:
 def _settings(optimizer: NoisyOptimizer) -> dict[str, Any]:
     """What the meaning of the tensors hangs on."""
     options = optimizer.options
-    return {"num_data": options.num_data, "kl_weight": options.kl_weight, "damping_mode": options.damping_mode}
+    names = ("num_data", "kl_weight", "damping_mode", "fisher_start")
+    return {name: getattr(options, name) for name in names}
 
 
 def _plain(value: Any) -> Any:

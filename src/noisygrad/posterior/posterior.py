@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
-from noisygrad.families.factorisation import full_precision
 from noisygrad.families.kl import kl_divergence, log_prob
+from noisygrad.families.rounding import full_precision
 from noisygrad.likelihoods import Likelihood
 from noisygrad.posterior.files import save_posterior
 from noisygrad.posterior.prior import BlockPriors
