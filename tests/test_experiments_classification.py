@@ -41,6 +41,11 @@ def test_every_method_learns_digits(method: str, configuration: str) -> None:
     figures = cell.metrics
     assert len(figures["test_accuracy"]) == len(figures["train_loss"]) == len(figures["epochs"]) == 3
     assert figures["train_loss"][-1] < figures["train_loss"][0]
+    for mean, median, largest in zip(
+        figures["train_loss"], figures["train_loss_median"], figures["train_loss_largest"], strict=True
+    ):
+        assert max(mean, median) <= largest
+        assert median > 0
     assert figures["accuracy"] > 30
     assert len(figures["bin_share"]) == 15
     assert sum(figures["bin_share"]) == pytest.approx(1.0)
@@ -276,3 +281,4 @@ def test_scores_by_the_number_of_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["ece_by_draws"][1] == pytest.approx(alone["ece"])
     assert found["accuracy_by_draws"][1] == pytest.approx(alone["accuracy"])
     assert found["nll_by_draws"][0] != found["nll_by_draws"][1]
+    assert calibration.nll_of_draws(posterior, *asked, samples=4)[0] == pytest.approx(found["nll_by_draws"][0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from noisygrad import metrics
@@ -56,6 +57,14 @@ def by_draws(posterior: Posterior, images: Tensor, labels: Tensor, normalise: No
         for name, value in scores.items():
             found.setdefault(f"{name}_by_draws", []).append(value)
     return {name: list(values) for name, values in found.items()}
+
+
+def nll_of_draws(
+    posterior: Posterior, images: Tensor, labels: Tensor, normalise: Normalise, samples: int
+) -> list[float]:
+    """The mean nll of each draw of the weights by itself: whether they all fit, or some of them not at all."""
+    logits = _logits(posterior, _unit(images), normalise, samples)
+    return [float(F.cross_entropy(one, labels)) for one in logits]
 
 
 def out_of_distribution(

@@ -23,7 +23,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from noisygrad.data.images import Images, load_images, load_out_of_distribution, subset
 from noisygrad.distributed import processes
-from noisygrad.experiments.calibration import accuracy_of, by_draws, measured, out_of_distribution, under_corruption
+from noisygrad.experiments.calibration import (
+    accuracy_of,
+    by_draws,
+    measured,
+    nll_of_draws,
+    out_of_distribution,
+    under_corruption,
+)
 from noisygrad.experiments.cells import Cell, Job
 from noisygrad.experiments.configurations import BF16, CONFIGURATIONS, LEARNED_NORM, full_name, has
 from noisygrad.experiments.environment import device_name
@@ -38,6 +45,8 @@ EXPERIMENT = "classification"
 VALIDATION = "classification-validation"
 """The same on training images held out: settings are chosen there, and the test images stay unseen."""
 _HELD_OUT = 0.1
+_SOME = 1000
+"""So many training images say how well each draw of the weights fits them."""
 DATA = ("cifar10", "mnist", "digits")
 
 Report = Callable[[float, str], None]
@@ -183,7 +192,7 @@ def _run(
 
     def on_epoch(record: EpochRecord) -> dict[str, float]:
         report(record.epoch / record.epochs, f"{job.data} {job.method} {seed} epoch {record.epoch}")
-        return {"test_accuracy": learning.test_accuracy()}
+        return {"test_accuracy": learning.test_accuracy(), **learning.losses()}
 
     strange = _strange_images(job.data, data_dir)  # before the training: nothing should be missing after it
     experiment = VALIDATION if validation else EXPERIMENT
@@ -247,6 +256,8 @@ class Learning:
         self._part = slice(self._ranks.rank * share, (self._ranks.rank + 1) * share)
         self._raw, self._labels = self.x_train[:share].clone(), self.y_train[:share].clone()
         self._inputs = self.normalise(self._raw.float() / 255.0).contiguous(memory_format=layout)
+        self._losses = torch.zeros(len(self.x_train) // self.batch_size, device=self.device)
+        self._steps = 0
         self._padding, self._flip = (problem.padding, problem.flip) if self.config["augment"] else (0, False)
         self.trainer = self._make_trainer(job.method.partition(" ")[0].split("/")[0])
 
@@ -280,7 +291,10 @@ class Learning:
     def _step(self, x: Tensor, y: Tensor) -> Tensor:
         self._raw.copy_(x[self._part])
         self._labels.copy_(y[self._part])
-        return self.trainer.step()
+        loss = self.trainer.step()
+        self._losses[self._steps % len(self._losses)].copy_(loss.detach())
+        self._steps += 1
+        return loss
 
     def train(
         self, on_epoch: Callable[[EpochRecord], dict[str, float]], path: Path | None, checkpoint_every: int
@@ -305,6 +319,10 @@ class Learning:
             checkpoint_every=checkpoint_every,
         )
 
+    def losses(self) -> dict[str, float]:
+        """The median and the largest of the last epoch's; a few draws of the weights can rule their mean."""
+        return {"loss_median": float(self._losses.median()), "loss_largest": float(self._losses.max())}
+
     def test_accuracy(self) -> float:
         """Of the network of mean weights, in per cent."""
         return accuracy_of(self.network, self.x_test, self.y_test, self.normalise)
@@ -314,11 +332,15 @@ class Learning:
         posterior, samples = self.trainer.posterior(), self.config["test_samples"]
         found = measured(posterior, self.x_test, self.y_test, self.normalise, samples)
         found["train_loss"] = list(history.loss)
+        for name in ("loss_median", "loss_largest"):
+            found[f"train_{name}"] = [each[name] for each in history.metrics]
         found["test_accuracy"] = [each["test_accuracy"] for each in history.metrics]
         found["epochs"] = [float(epoch) for epoch in range(1, history.epochs + 1)]
         found["step_ms"] = 1e3 * sum(history.seconds) / (history.epochs * (len(self.x_train) // self.batch_size))
         if samples > 1 and self.data == "cifar10":
             found |= by_draws(posterior, self.x_test, self.y_test, self.normalise)
+            some = self.x_train[:_SOME], self.y_train[:_SOME]
+            found["train_nll_of_draws"] = nll_of_draws(posterior, *some, self.normalise, samples)
         if strange is not None:
             others = torch.from_numpy(strange).to(self.device)
             found |= out_of_distribution(posterior, self.x_test, others, self.normalise, samples)

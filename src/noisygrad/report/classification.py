@@ -139,6 +139,7 @@ def _curves(page: Page, study: Study) -> None:
     figures = {
         "Test accuracy": training_panels(study, "test_accuracy", "test accuracy (%)"),
         "Training loss": training_panels(study, "train_loss", "training loss (nats)"),
+        "Median training loss": training_panels(study, "train_loss_median", "median loss of a batch (nats)"),
     }
     if not any(figures.values()):
         return
