@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 _PROTEIN = (
-    "Likely the training of the rotations. On held-out rows the RMSE was 4.96, 4.62, 4.55 and 4.56 with their step size at "
-    "0.01, 0.001, 0.0003 and 0.0001, and 4.72 with eight reflections instead of two; twice as many epochs brought 0.02. "
-    "With 0.0003 and 40 epochs the test RMSE went from 4.70 to 4.57; still longer trainings were not tried."
+    "Likely the training of the rotations. On held-out rows the RMSE was 4.96, 4.62, 4.55, 4.56 with their step size "
+    "at 0.01, 0.001, 0.0003 and 0.0001, and 4.72 with eight reflections instead of two; twice as many epochs brought "
+    "0.02. With 0.0003 and 40 epochs the test RMSE went from 4.70 to 4.57; still longer trainings were not tried."
 )
 _NAVAL = (
     "Still improving when it was stopped: on held-out rows the log-likelihood was 4.61, 4.88 and 5.07 after 300, 1000 "
