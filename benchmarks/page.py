@@ -18,8 +18,8 @@ HEAD = """# Step times
 Made by `benchmarks/page.py` from the files that `benchmarks/run.py` left in `results/`. Every method trains the same
 network on the same batch; rounds of all methods are interleaved in one run and the median is taken, so look at the
 ratios. Statistics are taken every 10 steps and factors made every 200, and both are part of the mean step. On a CPU
-the ratio of NoisyAdam to IVON changes from run to run: eight runs of VGG16 gave 0.97 to 1.05, with a median of 1.00,
-and three of the MLP 0.94, 0.98 and 1.00. The GPU's figures are of an earlier state of the code.
+the ratio of NoisyAdam to IVON changes from run to run: nine runs of VGG16 gave 0.97 to 1.05, with a median of 1.00,
+and six of the MLP 0.94 to 1.06, with a median of 0.99. The GPU's figures are of an earlier state of the code.
 There all methods have images in channels-last order and TF32 products; captured steps are CUDA graphs (all but K-FAC's
 refreshes), bf16 ones have a network in bfloat16.
 """

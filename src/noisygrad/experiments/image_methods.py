@@ -41,8 +41,8 @@ def settings(method: str, configuration: str) -> Config:
     """What a method is set to on CIFAR-10; λ, η and c₀ depend on the configuration.
 
     As in the released code, the Fisher keeps what is left of the identity it starts from. Without that, the first
-    statistics of a deep network without batch norm, which are nearly zero, leave the noise as wide as the prior, and
-    nothing is ever learned.
+    statistics of the network without batch norm, which are nearly zero, make the noise wider than the weights, and
+    nothing is learned (`docs/reproduce.md`).
     """
     if method not in METHODS:
         raise UnknownImageMethodError(f"there is no method {method!r}; the methods are {', '.join(METHODS)}")
