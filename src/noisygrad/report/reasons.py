@@ -12,8 +12,8 @@ _NAVAL = (
     "and 2000 epochs, and 5.18 after 500 epochs with batches of 10, two and a half times as many steps."
 )
 _POWER = (
-    "Perhaps still too short a training: on held-out rows the RMSE was 3.89 after 500 epochs and 3.86 after 2000, on the "
-    "test rows 4.06 and 4.03; longer ones were not tried. Batches of 10 were no better (3.89 after 500 epochs)."
+    "Perhaps still too short a training: on held-out rows the RMSE was 3.89 after 500 epochs and 3.86 after 2000, on "
+    "the test rows 4.06 and 4.03; longer ones were not tried. Batches of 10 were no better (3.89 after 500 epochs)."
 )
 
 REASONS: dict[tuple[str, str, str], str] = {
