@@ -19,9 +19,9 @@ Made by `benchmarks/page.py` from the files that `benchmarks/run.py` left in `re
 network on the same batch; rounds of all methods are interleaved in one run and the median is taken, so look at the
 ratios. Statistics are taken every 10 steps and factors made every 200, and both are part of the mean step. On a CPU
 the ratio of NoisyAdam to IVON changes from run to run: nine runs of VGG16 gave 0.97 to 1.05, with a median of 1.00,
-and six of the MLP 0.94 to 1.06, with a median of 0.99. The GPU's figures are of an earlier state of the code.
-There all methods have images in channels-last order and TF32 products; captured steps are CUDA graphs (all but K-FAC's
-refreshes), bf16 ones have a network in bfloat16.
+and six of the MLP 0.94 to 1.06, with a median of 0.99. On the GPU all methods have images in channels-last order and
+TF32 products; captured steps are CUDA graphs (all but K-FAC's refreshes), bf16 ones have a network in bfloat16. Most of
+the peak memory there is cuDNN's workspace, which all methods have.
 """
 NAMES = {"mlp": "MLP 13-50-1, batch 10", "vgg16": "the paper's VGG16, batch 128"}
 

@@ -308,6 +308,22 @@ def test_a_fading_start_keeps_its_share_of_the_identity(family: str) -> None:
     torch.testing.assert_close(found["fading"], 0.9 * identity + 0.1 * measured, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("family", ["diagonal", "full", "kronecker"])
+def test_a_floor_is_added_to_the_fisher(family: str) -> None:
+    """εI; for Kronecker factors ε I ⊗ A/a, whose mean diagonal is ε and which rescaled inputs do not change."""
+    x, y = regression()
+    plain, raised = (start(family, fisher_decay=0.0, fisher_floor=floor) for floor in (0.0, 0.3))
+    for optimizer in (plain, raised):
+        optimizer.model.load_state_dict(plain.model.state_dict())
+        optimizer.step(lambda optimizer=optimizer: (optimizer.model(x), y))
+    difference = raised.posterior().precision() - plain.posterior().precision()
+    fisher = plain.posterior().precision() - torch.eye(21, dtype=torch.float64) / ETA
+    expected = 0.3 * (fisher / fisher.diagonal().mean() if family == "kronecker" else torch.eye(21)).double()
+    torch.testing.assert_close(difference / 200, expected, rtol=1e-10, atol=1e-10)
+    with pytest.raises(ValueError, match="fisher_floor must be at least 0"):
+        start(family, fisher_floor=-1.0)
+
+
 def mean_error(posterior: ng.Posterior, mean: Tensor, precision: Tensor) -> float:
     """In posterior standard deviations, on average."""
     found = torch.cat([tensor.flatten() for tensor in posterior.mean.values()])

@@ -160,7 +160,10 @@ def test_a_replica_is_a_lone_training(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["kronecker", "diagonal", "bbb"])
 @pytest.mark.skipif(not compiler_available(), reason="torch.compile needs a C++ compiler")
 def test_a_compiled_step_is_the_eager_one(kind: str) -> None:
-    eager, compiled = (train(kind, [0, 1], epochs=3, execution=how) for how in ("eager", "compiled"))
+    with warnings.catch_warnings():
+        if torch.__version__ < "2.12":  # whose compiler is wrong about Kronecker factors, and is found out
+            warnings.simplefilter("ignore", UserWarning)
+        eager, compiled = (train(kind, [0, 1], epochs=3, execution=how) for how in ("eager", "compiled"))
     for name, tensor in eager.items():
         torch.testing.assert_close(compiled[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
 
@@ -246,10 +249,10 @@ def test_one_bad_replica_does_not_stop_the_others(family: str, settings: dict) -
 
 
 @pytest.mark.skipif(not compiler_available(), reason="torch.compile needs a C++ compiler")
-def test_many_trainings_compile_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
-    for count in (1, 2):
-        train("diagonal", list(range(count)), epochs=1, execution="compiled")
+def test_many_trainings_compile_in_one_process() -> None:
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for count in (1, 2):
+            train("diagonal", list(range(count)), epochs=1, execution="compiled")
 
 
 def test_a_step_that_cannot_be_compiled_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,3 +301,30 @@ def test_bad_arguments_are_named():
         NoisySettings(lr=math.nan)
     with pytest.raises(ValueError, match="sizes"):
         Perceptrons((3,))
+
+
+def test_a_step_that_is_compiled_wrongly_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Inductor of torch 2.11 does with Kronecker factors: no error, other numbers."""
+
+    def wrong(function: Callable[[], None], **options: object) -> Callable[[], None]:
+        def work() -> None:
+            function()
+            learners[-1].mean.mul_(1.001)
+
+        return work
+
+    learners: list[NoisyLearner] = []
+    made = NoisyLearner.__init__
+
+    def remembered(self: NoisyLearner, *args: object, **kwargs: object) -> None:
+        made(self, *args, **kwargs)
+        learners.append(self)
+
+    monkeypatch.setattr(NoisyLearner, "__init__", remembered)
+    right = train("kronecker", [0, 1], epochs=1, execution="eager")
+    monkeypatch.setattr(torch, "compile", wrong)
+    monkeypatch.setattr("noisygrad.training.replicas.compiler_available", lambda: True)
+    with pytest.warns(UserWarning, match=r"computes something else when it is compiled \(mean"):
+        found = train("kronecker", [0, 1], epochs=1, execution="compiled")
+    for name, tensor in right.items():
+        assert torch.equal(found[name], tensor), name

@@ -34,7 +34,7 @@ from noisygrad.experiments.calibration import (
 from noisygrad.experiments.cells import Cell, Job
 from noisygrad.experiments.configurations import BF16, CONFIGURATIONS, LEARNED_NORM, full_name, has
 from noisygrad.experiments.environment import device_name
-from noisygrad.experiments.image_methods import METHODS, Config, Trainer, make_trainer, settings
+from noisygrad.experiments.image_methods import METHODS, OPTIONAL, Config, Trainer, make_trainer, settings
 from noisygrad.experiments.methods import check_types
 from noisygrad.networks import VGG16, ConvNet
 from noisygrad.training.augmentation import random_crop
@@ -117,10 +117,11 @@ def plan(
             for configuration in configurations:
                 augment, batch_norm = has(configuration, "D"), has(configuration, "B")
                 own = settings(method, configuration) | problem.settings.get(method, {})
-                unknown = [name for name in changes or {} if name not in own]
+                possible = own | (OPTIONAL if "damping" in own else {})
+                unknown = [name for name in changes or {} if name not in possible]
                 if unknown:
-                    raise ValueError(f"{method} has no setting {', '.join(unknown)}; it has {', '.join(own)}")
-                check_types(own, changes or {})
+                    raise ValueError(f"{method} has no setting {', '.join(unknown)}; it has {', '.join(possible)}")
+                check_types(possible, changes or {})
                 config: Config = {
                     "epochs": epochs or problem.epochs,
                     "batch_size": problem.batch_size,

@@ -31,6 +31,8 @@ Config = dict[str, Any]
 METHODS = ("SGD", "K-FAC", "K-FAC+WD", "BBB", "noisy-Adam", "noisy-K-FAC")
 _CIFAR_PRIOR = {"plain": (0.5, 0.1, 1e-3), "D": (0.1, 0.1, 1e-3), "B": (0.5, 1.0, 1e-2), "D+B": (0.1, 1.0, 1e-2)}
 """λ, η and the trust region c₀ of the released configurations."""
+OPTIONAL: Config = {"fisher_floor": 0.0}
+"""Settings of the natural-gradient methods that a configuration need not have, with what they then are."""
 
 
 class UnknownImageMethodError(ValueError):
@@ -129,6 +131,7 @@ def make_trainer(
         damping=config["damping"],
         fisher_decay=config["fisher_decay"],
         fisher_start=config["fisher_start"],
+        fisher_floor=(OPTIONAL | config)["fisher_floor"],
         momentum=config["momentum"],
         momentum_mode="heavy_ball",
         stats_every=config["stats_every"],

@@ -125,6 +125,20 @@ class Statistics(TensorRecord, ABC):
             tensor.mul_(decay).add_(new[name] * (1.0 - decay))
         return self
 
+    @torch.no_grad()
+    def raise_(self, floor: float) -> None:
+        """In place: F + floor · I, or F + floor · I ⊗ A/a of a Kronecker product, a being the mean of A's diagonal.
+
+        So the floor of S ⊗ A does not depend on how the Fisher is divided between S and A.
+        """
+        found = self.tensors()
+        for name, tensor in found.items():
+            if name.startswith("fisher"):
+                tensor.diagonal(dim1=-2, dim2=-1).add_(floor)
+            elif name.startswith("outputs"):
+                scale = found[name.replace("outputs", "inputs")].diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+                tensor.diagonal(dim1=-2, dim2=-1).add_(floor / scale.clamp(min=torch.finfo(scale.dtype).tiny))
+
     @abstractmethod
     def factorise(self, prior: Any, damping: float = 0.0, mode: DampingMode = "factored") -> Precision:
         """P = F̄ + Γ + damping · I for a prior Γ of the same family; raises `FactorisationError`, never returns NaN."""

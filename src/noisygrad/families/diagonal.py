@@ -59,6 +59,11 @@ class Statistics(base.Statistics):
         """The mean square of per-example gradients `[..., B, n]` (not the square of their mean)."""
         return cls(rows.square().mean(-2))
 
+    @torch.no_grad()
+    def raise_(self, floor: float) -> None:
+        """In place: f + floor."""
+        self.fisher.add_(floor)
+
     def factorise(self, prior: Prior, damping: float = 0.0, mode: DampingMode = "factored") -> Precision:
         """P = f + Γ + γ_ex; `mode` changes nothing, a diagonal is always damped exactly.
 

@@ -60,14 +60,14 @@ class NoisyOptimizer(torch.optim.Optimizer):
         damping: γ_ex, added to the Fisher for the step only.
         damping_mode: how a Kronecker block adds the prior: "factored" (eq. 11) or "exact" (eigenbasis, dearer).
         fisher_decay: 1 − β̃, or a function from the step to it.
+        fisher_floor: added to the diagonal of the Fisher, as measured: bounds the noise of a network that is sure.
         fisher_start: what becomes of the identity that the Fisher starts from: "forgotten" as soon as there are
             statistics, or "fading" as `fisher_decay` lets it, which gives a deep network a gentle start.
         momentum: decay of the moving average of gradients, or of the velocity.
         momentum_mode: "average" (before preconditioning, bias-corrected) or "heavy_ball" (after clipping).
         stats_every: T_stats, steps between statistics; None for the family's own default.
         factor_every: T_inv, steps between factorisations; None for the family's own default.
-        stats_batch: statistics from at most so many examples of a batch (its first); None for all. For convolutions,
-            where each example brings many positions, a quarter of the batch is plenty.
+        stats_batch: statistics from at most so many examples of a batch (its first); None for all.
         kl_clip: c of the trust region, or a function from the step to it; None for none.
         mc_samples: weight samples of `step(closure)`.
         noise: False gives the point-estimate method (K-FAC, natural Adam) with γ_in as weight decay.
@@ -101,6 +101,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         damping_mode: DampingMode = "factored",
         fisher_decay: Schedule = 0.99,
         fisher_start: FisherStart = "forgotten",
+        fisher_floor: float = 0.0,
         momentum: float = 0.9,
         momentum_mode: MomentumMode = "average",
         stats_every: int | None = None,
@@ -121,6 +122,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
             kl_weight=kl_weight,
             fisher_decay=fisher_decay,
             fisher_start=fisher_start,
+            fisher_floor=fisher_floor,
             stats_every=self.default_stats_every if stats_every is None else stats_every,
             factor_every=self.default_factor_every if factor_every is None else factor_every,
             stats_batch=stats_batch,

@@ -89,6 +89,9 @@ class Factors:
         k counts the updates of a block. A mask of 0 leaves everything as it was, and so does a tensor of 0 examples:
         a layer that no rank has used.
         """
+        if floor := self._options.fisher_floor:
+            for mean in means.values():
+                mean.raise_(floor)
         together = len(means) == len(self.blocks) and not any(isinstance(share, Tensor) for share in examples.values())
         if together and len(set(self._seen)) == 1:
             # All blocks are at the same k: one moving average over the one tensor that holds all moments.

@@ -34,6 +34,8 @@ class Options:
     fisher_decay: Schedule
     """1 − β̃"""
     fisher_start: FisherStart
+    fisher_floor: float
+    """Added to the diagonal of the Fisher that is measured"""
     stats_every: int
     """T_stats"""
     factor_every: int
@@ -69,6 +71,8 @@ class Options:
         ):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}; got {getattr(self, name)!r}")
+        if not isinstance(self.fisher_floor, Real) or not 0 <= float(self.fisher_floor) < math.inf:
+            raise ValueError(f"fisher_floor must be at least 0, got {self.fisher_floor!r}")
         self.decay_at(1)
         self.clip_at(1)
         # Plain numbers, whatever they were given as: they go into files.

@@ -11,13 +11,13 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from noisygrad.optim.graphs import Replay
 from noisygrad.training.batches import epoch_generator
@@ -30,6 +30,8 @@ _NOISE_AHEAD = 1 << 19
 """So many random numbers of a replica are drawn at a time. It must not depend on the number of replicas."""
 _WORTH_COMPILING = {"cpu": 5000, "cuda": 100_000}
 """From so many steps on, a compiled step pays for its compilation."""
+_CHECKS = 2
+"""So many runs of compiled work are compared with the same work uncompiled: what the first writes, the second reads."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ class _Stepper:
             if how != "compiled":
                 return piece
             whole = torch.compile(piece, fullgraph=True, dynamic=False, options=engine.learner.compile_options)
-            return _CompiledOrPlain(whole, piece)
+            return _CompiledOrPlain(whole, piece, dict(_tensors_in(vars(engine.learner))))
 
         learner = engine.learner
         self._whole = None
@@ -232,22 +234,71 @@ class _Work:
 
 
 class _CompiledOrPlain:
-    """Compiled work; where the compiler itself fails, the same work uncompiled, with a warning."""
+    """Compiled work; where the compiler fails, or makes something else of it, the same work uncompiled, with a warning.
 
-    def __init__(self, compiled: Callable[[], None], plain: Callable[[], None]) -> None:
-        self._work, self._plain = compiled, plain
+    The first runs are done both ways, from the same state, and compared: compilers have been wrong without a word.
+    """
+
+    def __init__(self, compiled: Callable[[], None], plain: Callable[[], None], state: Mapping[str, Tensor]) -> None:
+        self._work, self._plain, self._state = compiled, plain, state
+        self._checks = _CHECKS
 
     def __call__(self) -> None:
+        if self._checks == 0:
+            self._work()
+            return
+        self._checks -= 1
+        before = self._copy()
+        self._plain()
+        right = self._copy()
+        self._write(before)
         try:
             self._work()
         except RuntimeError as error:
-            # The compiler fails before anything is run, so nothing has changed yet.
+            # The compiler fails before anything is run.
             if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
                 raise
-            reason = str(error).splitlines()[0]
-            warnings.warn(f"the step could not be compiled and stays as it is, which is slower: {reason}", stacklevel=2)
-            self._work = self._plain
-            self._plain()
+            self._give_up(f"could not be compiled: {str(error).splitlines()[0]}", right)
+            return
+        if wrong := [name for name, now in self._state.items() if not _agree(before[name], right[name], now)]:
+            self._give_up(f"computes something else when it is compiled ({', '.join(wrong)})", right)
+
+    def _copy(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self._state.items()}
+
+    def _write(self, values: dict[str, Tensor]) -> None:
+        for name, tensor in self._state.items():
+            tensor.copy_(values[name])
+
+    def _give_up(self, reason: str, right: dict[str, Tensor]) -> None:
+        warnings.warn(f"the step stays as it is, which is slower; it {reason}", stacklevel=3)
+        self._write(right)
+        self._work, self._checks = self._plain, 0
+
+
+def _tensors_in(value: object, place: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that is reached through attributes and containers, by where it is."""
+    if isinstance(value, Tensor):
+        yield place, value
+    elif isinstance(value, nn.Module):
+        yield from _tensors_in(dict(value.named_buffers()), place)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors_in(item, f"{place}.{key}".strip("."))
+    elif isinstance(value, list | tuple):
+        yield from _tensors_in(dict(enumerate(value)), place)
+    elif type(value).__module__.startswith("noisygrad") and hasattr(value, "__dict__"):
+        yield from _tensors_in(vars(value), place)
+
+
+def _agree(before: Tensor, right: Tensor, found: Tensor) -> bool:
+    """Whether two changes of a tensor differ by rounding alone."""
+    if not right.is_floating_point() or right.numel() == 0:
+        return torch.equal(right, found)
+    rounding = 1e3 * torch.finfo(right.dtype).eps * float(right.abs().max())
+    allowed = 1e-3 * float((right - before).abs().max()) + rounding
+    # Where the state is not finite, there is nothing to compare.
+    return not float((found - right).abs().max()) > allowed
 
 
 def _execution(asked: Execution, device: torch.device, steps: int) -> Execution:
