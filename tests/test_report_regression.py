@@ -262,6 +262,8 @@ def test_page_of_full_results(tmp_path):
         "Classification: other data sets",
         "Where classification falls short",
         "How classification was made",
+        "Variances beside HMC&#x27;s",
+        "Active learning",
         "Training curves",
         "Figure 1: precision matrices",
     ]

@@ -60,7 +60,9 @@ class Standardised:
     """[R], in the target's unit; an error times it, or a density divided by it, is in that unit again"""
 
 
-def standardised(table: Table, splits: Sequence[Split], *, ones: Sequence[int] = ()) -> Standardised:
+def standardised(
+    table: Table, splits: Sequence[Split], *, ones: Sequence[int] = (), by_all_rows: bool = False
+) -> Standardised:
     """Mean 0 and standard deviation 1 (with divisor n) on each split's training rows; a constant becomes 0, not NaN.
 
     All splits must have the same sizes.
@@ -70,6 +72,7 @@ def standardised(table: Table, splits: Sequence[Split], *, ones: Sequence[int] =
         splits: Rows for training and testing.
         ones: Constant inputs that become 1 instead, by their position: more biases. Where the deviation of a constant
             is a rounding error and not 0, a plain division makes it 1, and published figures contain that.
+        by_all_rows: Standardise by the whole table: for splits whose training rows are too few to say much.
 
     Raises:
         ValueError: For splits of several sizes, or where one of `ones` is not constant.
@@ -82,8 +85,9 @@ def standardised(table: Table, splits: Sequence[Split], *, ones: Sequence[int] =
         raise ValueError(f"all splits must have the same sizes, and there must be one; got {sorted(sizes)}")
     parts: dict[str, list[NDArray[np.float64]]] = {name: [] for name in Standardised.__annotations__}
     for train, test in splits:
-        x_mean, x_std = _moments(table.x[train])
-        y_mean, y_std = _moments(table.y[train, None])
+        rows = slice(None) if by_all_rows else train
+        x_mean, x_std = _moments(table.x[rows])
+        y_mean, y_std = _moments(table.y[rows, None])
         parts["x_train"].append((table.x[train] - x_mean) / x_std)
         parts["x_test"].append((table.x[test] - x_mean) / x_std)
         parts["y_train"].append((table.y[train, None] - y_mean) / y_std)

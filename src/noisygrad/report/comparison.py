@@ -57,6 +57,9 @@ class Metric:
 
 RMSE = Metric(key="rmse", title="test RMSE", better="lowest")
 LOG_LIKELIHOOD = Metric(key="log_likelihood", title="test log-likelihood", better="highest")
+CORRELATION = Metric(key="correlation", title="correlation of predictive variances with HMC's", better="highest")
+RMSE_RANDOM = Metric(key="rmse_random", title="test RMSE after random acquisitions", better="lowest")
+RMSE_ACTIVE = Metric(key="rmse_active", title="test RMSE after acquisitions by variance", better="lowest")
 ACCURACY = Metric(key="accuracy", title="test accuracy", better="highest", tolerance=0.7, unit="points")
 NLL = Metric(key="nll", title="negative log-likelihood", better="lowest")
 ECE = Metric(key="ece", title="ECE", better="lowest")

@@ -211,23 +211,27 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
 
 
 @styled
-def curve_panels(panels: Sequence[Panel], *, x_label: str, columns: int = 2, height: float = 3.3) -> Figure:
+def curve_panels(
+    panels: Sequence[Panel], *, x_label: str, columns: int = 2, height: float = 3.3, own_scales: bool = False
+) -> Figure:
     """Panels with a line for each method: the mean of its trainings, and each of them thin behind it.
 
-    Methods without a posterior are dashed, variants of a method dotted. Panels in a row share their scale.
+    Methods without a posterior are dashed, variants of a method dotted. Panels in a row share their scale, unless each
+    has its own.
 
     Args:
         panels: From left to right, row by row.
         x_label: What all curves run along.
         columns: Panels in a row.
         height: Of a panel, in inches.
+        own_scales: Whether each panel has a scale of its own.
     """
     if not panels:
         raise ValueError("nothing to draw: no panel was given")
     columns = min(len(panels), columns)
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(9.6 if columns > 1 else 5.6, height * rows + 0.5), layout=spaced())
-    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey="row")
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=False if own_scales else "row")
     handles: dict[str, Any] = {}
     for index, axes in enumerate(grid.flatten()):
         if index >= len(panels):
@@ -268,3 +272,34 @@ def _method_lines(axes: Axes, method: str, curves: Sequence[Curve], position: in
     middle = mean_curve(curves)
     dot = "o" if len(middle.values) < _FEW else ""
     return axes.plot(middle.iterations, middle.values, color=colour, ls=style, lw=1.8, marker=dot, ms=3.5)[0]
+
+
+@styled
+def variance_scatter(panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]]) -> Figure:
+    """Variances of methods against the truth's on logarithmic scales, a picture for each data set.
+
+    Args:
+        panels: By data set, by method: the truth's variances and the method's.
+    """
+    if not panels:
+        raise ValueError("nothing to draw: no panel was given")
+    columns = min(4, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(2.4 * columns, 2.4 * rows + 0.5), layout=spaced())
+    grid = figure.subplots(rows, columns, squeeze=False).flatten()
+    handles: dict[str, Any] = {}
+    for axes, (name, methods) in zip(grid, panels.items(), strict=False):
+        for position, (method, (truth, own)) in enumerate(methods.items()):
+            dots = axes.scatter(truth, own, s=7, color=method_colour(method, position), alpha=0.6, linewidths=0)
+            handles.setdefault(method, dots)
+        low, high = (pick([v for pair in methods.values() for row in pair for v in row]) for pick in (min, max))
+        axes.plot([low, high], [low, high], color=MUTED, lw=0.8)
+        axes.set(xscale="log", yscale="log", title=name)
+        axes.tick_params(length=0)
+        axes.minorticks_off()
+    for axes in grid[len(panels) :]:
+        axes.set_visible(False)
+    figure.supxlabel("variance of HMC")
+    figure.supylabel("variance of the method")
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=len(handles))
+    return figure

@@ -9,12 +9,13 @@ from pathlib import Path
 from noisygrad.experiments.cells import Results
 from noisygrad.report import paper
 from noisygrad.report.comparison import LOG_LIKELIHOOD, RMSE, Metric, signed
+from noisygrad.report.entries import entry
 from noisygrad.report.figures import difference_plot
 from noisygrad.report.page import Page
 from noisygrad.report.provenance import add_environment, add_failures, add_gaps, add_settings, wall_time_table
 from noisygrad.report.reasons import REASONS
 from noisygrad.report.study import Standing, Study
-from noisygrad.report.tables import Column, ComparisonTable, Entry, Table
+from noisygrad.report.tables import Column, ComparisonTable, Table
 
 METRICS = (RMSE, LOG_LIKELIHOOD)
 _OURS, _SIMPLER = "NNG-MVG", "NNG-FFG"
@@ -40,7 +41,10 @@ def comparison_table(
     study: Study, methods: Sequence[str], data: Sequence[str], metric: Metric, *, legend: bool = True
 ) -> ComparisonTable:
     """Our figures of one metric, each over the paper's where it has one."""
-    rows = {paper.DATA.get(name, name): [_entry(study, method, name, metric) for method in methods] for name in data}
+    rows = {
+        paper.DATA.get(name, name): [entry(study, method, name, metric, _expected(name)) for method in methods]
+        for name in data
+    }
     return ComparisonTable(
         columns=methods,
         rows=rows,
@@ -50,36 +54,9 @@ def comparison_table(
     )
 
 
-def _entry(study: Study, method: str, data: str, metric: Metric) -> Entry:
-    ours, standing = study.estimate(method, data, metric), study.standing(method, data, metric)
-    theirs = "" if standing is None else f"paper {standing.theirs.text()}"
-    failed = sum(cell.error is not None for cell in study.of(method, data))
-    if ours is None:
-        return Entry(theirs=theirs, note=f"{failed} failed" if failed else "")
-    count, expected = len(study.values(method, data, metric)), paper.replicates_of(data)
-    known = data in paper.DATA
-    return Entry(
-        ours=ours.text(),
-        theirs=theirs,
-        verdict=None if standing is None else standing.verdict,
-        tooltip="" if standing is None else _tooltip(standing),
-        note=_note(count, expected if known else count + failed, failed),
-    )
-
-
-def _note(count: int, expected: int, failed: int) -> str:
-    parts = [f"{count} of {expected} splits"] if count < expected else []
-    return ", ".join([*parts, f"{failed} failed"] if failed else parts)
-
-
-def _tooltip(standing: Standing) -> str:
-    if standing.difference is None:
-        return "without two standard errors the difference cannot be judged"
-    side = "better" if standing.difference > 0 else "worse"
-    return (
-        f"z = {signed(standing.difference)}: ours is {side} by {abs(standing.difference):.2f} standard errors of the "
-        "difference"
-    )
+def _expected(data: str) -> int | None:
+    """How many splits there should be; a table of one's own has as many as it has."""
+    return paper.replicates_of(data) if data in paper.DATA else None
 
 
 def _summary(page: Page, study: Study) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from noisygrad.experiments.environment import versions
-from noisygrad.report import classification, convergence, precision, regression
+from noisygrad.report import classification, convergence, few_labels, precision, regression
 from noisygrad.report.page import Page
 
 Sections: TypeAlias = Callable[[Path, Page], None]
@@ -15,6 +15,7 @@ Sections: TypeAlias = Callable[[Path, Page], None]
 SECTIONS: tuple[Sections, ...] = (
     regression.sections,
     classification.sections,
+    few_labels.sections,
     convergence.sections,
     precision.sections,
 )

@@ -5,11 +5,14 @@ from __future__ import annotations
 import typer
 
 from noisygrad.reproduce.classification import classification
+from noisygrad.reproduce.few_labels import active_learning, hmc_correlation
 from noisygrad.reproduce.figures import convergence, precision_matrices
 from noisygrad.reproduce.regression import regression
 
 app = typer.Typer(help="Regenerate a table or a figure of the paper.", no_args_is_help=True, rich_markup_mode="rich")
 app.command()(regression)
 app.command()(classification)
+app.command("hmc-correlation")(hmc_correlation)
+app.command("active-learning")(active_learning)
 app.command()(convergence)
 app.command("precision-matrices")(precision_matrices)

@@ -1,0 +1,364 @@
+"""Hamiltonian Monte Carlo: the posterior itself, as far as chains can tell, for networks small enough.
+
+The paper judges variances by it. Needs the extra `hmc` (numpyro with JAX); the network is an ordinary `nn.Module` of
+supported layers, the likelihood one of noisygrad's, and the prior N(0, η) of each weight as for the optimisers. A noise
+precision under its Gamma prior is integrated out exactly, so chains are over weights alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from noisygrad.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
+from noisygrad.predictions import Prediction, RegressionPrediction
+from noisygrad.priors import PriorVariance, check_patterns, check_prior_variance, is_improper, prior_precision
+
+if TYPE_CHECKING:
+    from noisygrad.baselines.jax_sampler import Potential
+
+Report = Callable[[float, str], None]
+"""Told the fraction that is done, and a word on it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HMCSettings:
+    """How chains are run. The defaults reach an R̂ below 1.01 on regression with ten hidden units."""
+
+    chains: int = 20
+    warmup: int = 500
+    """Iterations that find the step size, and are thrown away."""
+    samples: int = 600
+    """Kept of each chain."""
+    thin: int = 4
+    """Iterations for each sample that is kept."""
+    leapfrog_steps: int = 32
+    target_accept: float = 0.8
+    largest_rhat: float = 1.01
+    """Chains are made longer until R̂ of the predictions is at most this, or there were so many `extensions`."""
+    extensions: int = 2
+    """Each takes as many samples again as there are."""
+
+    def __post_init__(self) -> None:
+        for name in ("chains", "warmup", "samples", "thin", "leapfrog_steps"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
+        if self.chains < 2 or self.samples < 4:
+            raise ValueError("R̂ compares halves of two chains or more: give at least 2 chains and 4 samples")
+        if not 0 < self.target_accept < 1 or not self.largest_rhat > 1:
+            raise ValueError(
+                "target_accept must lie between 0 and 1 and largest_rhat be above 1; got "
+                f"{self.target_accept!r} and {self.largest_rhat!r}"
+            )
+        if not isinstance(self.extensions, int) or self.extensions < 0:
+            raise ValueError(f"extensions must be an integer of at least 0; got {self.extensions!r}")
+
+
+def fit(
+    model: nn.Module,
+    likelihood: Likelihood,
+    data: tuple[Tensor, Tensor],
+    *,
+    prior_variance: PriorVariance = 1.0,
+    at: Tensor | None = None,
+    seed: int = 0,
+    settings: HMCSettings | None = None,
+    report: Report | None = None,
+) -> HMCPosterior:
+    """Sample the posterior of a network's weights given (x, y).
+
+    Args:
+        model: A small network of supported layers; its own weights are not used and not changed.
+        likelihood: Gaussian (fixed noise, or under a Gamma prior), HeteroscedasticGaussian, Categorical, Bernoulli or
+            Poisson.
+        data: Inputs `[N, ...]` and targets.
+        prior_variance: η, for all weights or by patterns of parameter names.
+        at: Inputs whose predictions R̂ is of; the training inputs by default.
+        seed: Of the first weights and all that is drawn.
+        settings: How long and how many the chains are.
+        report: Told how far it is.
+
+    Raises:
+        ModuleNotFoundError: The extra is not installed. UnsupportedLayerError: A layer that cannot be translated.
+        ValueError: Anything else that is wrong with the arguments.
+    """
+    x, y = data
+    sampler = HMC(model, likelihood, prior_variance=prior_variance, settings=settings)
+    return sampler.fit(x[None], y[None], at=None if at is None else at[None], seed=seed, report=report)[0]
+
+
+class HMC:
+    """`fit` for several data sets of one shape at once, and again without compiling again.
+
+    Arguments are as of `fit`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: Likelihood,
+        *,
+        prior_variance: PriorVariance = 1.0,
+        settings: HMCSettings | None = None,
+    ) -> None:
+        self.settings = settings or HMCSettings()
+        self.model, self.likelihood = model, likelihood
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        if not names:
+            raise ValueError("the model has no trainable parameters")
+        check_prior_variance(prior_variance)
+        check_patterns(prior_variance, names)
+        if is_improper(prior_variance):
+            raise ValueError("HMC needs a proper prior: every prior_variance must be finite")
+        if any(not parameter.requires_grad for parameter in model.parameters()) or list(model.buffers()):
+            raise ValueError("HMC samples all weights: a model with frozen parameters or buffers is not supported")
+        _check_likelihood(likelihood)
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self._sizes = [shape.numel() for shape in self._shapes.values()]
+        each = [prior_precision(prior_variance, name) for name in names]
+        self._precision = np.repeat(np.array(each), self._sizes)
+        self._sampler = self._make_sampler()
+
+    def _make_sampler(self) -> Any:
+        try:
+            from noisygrad.baselines.jax_networks import as_jax
+            from noisygrad.baselines.jax_sampler import Sampler, Schedule
+        except ModuleNotFoundError as missing:
+            if missing.name is None or missing.name.split(".")[0] not in {"jax", "jaxlib", "numpyro"}:
+                raise
+            raise ModuleNotFoundError(
+                f'HMC needs {missing.name}, which is not installed: pip install "noisygrad[hmc]"', name=missing.name
+            ) from missing
+        chosen = self.settings
+        schedule = Schedule(
+            warmup=chosen.warmup,
+            samples=chosen.samples,
+            thin=chosen.thin,
+            leapfrog_steps=chosen.leapfrog_steps,
+            target_accept=chosen.target_accept,
+        )
+        return Sampler(self._potential(as_jax(self.model)), schedule)
+
+    def _potential(self, network: Callable[..., Any]) -> Potential:
+        import jax.numpy as jnp
+
+        from noisygrad.baselines.jax_likelihoods import negative_log_likelihood
+
+        ends = np.cumsum(self._sizes)[:-1].tolist()
+        data_term = negative_log_likelihood(self.likelihood)
+
+        def potential(data: tuple[Any, Any, Any]) -> Callable[[Any], Any]:
+            x, y, weight = data
+
+            def energy(flat: Any) -> Any:
+                parts = jnp.split(flat, ends)
+                weights = {name: part.reshape(s) for (name, s), part in zip(self._shapes.items(), parts, strict=True)}
+                prior = 0.5 * jnp.sum(self._precision * flat**2)
+                return data_term(network(weights, x), y, weight) + prior
+
+            return energy
+
+        return potential
+
+    def fit(
+        self,
+        x: Tensor,
+        y: Tensor,
+        *,
+        weight: Tensor | None = None,
+        at: Tensor | None = None,
+        seed: int = 0,
+        report: Report | None = None,
+    ) -> list[HMCPosterior]:
+        """The posterior of each of R data sets, x `[R, N, ...]` and y `[R, N, ...]`.
+
+        `weight` `[R, N]` is 1 for an example and 0 for padding, so that sets of different sizes can have one shape.
+        """
+        _check_data(x, y, weight)
+        say = report or (lambda done, word: None)
+        count, chosen = x.shape[0], self.settings
+        weight = torch.ones(x.shape[:2]) if weight is None else weight
+        data = tuple(_array(part) for part in (x, y, weight))
+        generators = [np.random.default_rng([seed, index]) for index in range(count)]
+        shape = (chosen.chains, len(self._precision))
+        # From the prior, but not further than where weights are usually looked for.
+        spread = np.minimum(1.0, self._precision**-0.5)
+        first = np.stack([generator.standard_normal(shape) for generator in generators]) * spread
+        at = x if at is None else at
+        with _double():
+            self._sampler.start(data, first, seed)
+            self._sampler.warm_up(lambda done: say(0.2 * done, "warming up"))
+            draws = self._sampler.draw(lambda done: say(0.2 + 0.8 * done, "sampling"))
+            found = self._posteriors(draws, x, y, weight, at)
+            for number in range(chosen.extensions):
+                if all(posterior.converged for posterior in found):
+                    break
+                word = f"chains disagree (R̂ up to {max(p.rhat for p in found):.3f}): extension {number + 1}"
+                for _ in range(len(draws) // chosen.samples):
+                    more = self._sampler.draw(lambda done, word=word: say(0.2 + 0.8 * done, word))
+                    draws = np.concatenate([draws, more])
+                found = self._posteriors(draws, x, y, weight, at)
+            acceptance = self._sampler.acceptance
+        return [replace(posterior, acceptance=acceptance) for posterior in found]
+
+    def _posteriors(
+        self, draws: np.ndarray[Any, Any], x: Tensor, y: Tensor, weight: Tensor, at: Tensor
+    ) -> list[HMCPosterior]:
+        found = []
+        for index in range(x.shape[0]):
+            flat = torch.from_numpy(draws[:, index].swapaxes(0, 1).copy())  # chains, samples, weights
+            parts = flat.split(self._sizes, dim=-1)
+            weights = {name: part.unflatten(-1, s) for (name, s), part in zip(self._shapes.items(), parts, strict=True)}
+            kept = weight[index] > 0
+            posterior = HMCPosterior(
+                self.model, self.likelihood, weights, (x[index][kept], y[index][kept]), self.settings.largest_rhat
+            )
+            found.append(posterior.with_diagnostics(at[index]))
+        return found
+
+
+@dataclass(frozen=True)
+class HMCPosterior:
+    """Draws of the weights from the posterior, with what the chains say about themselves.
+
+    Attributes:
+        weights: By parameter, `[chains, samples, *shape]`, in float64.
+        rhat: The largest R̂ (split) of the predictions looked at.
+        ess: The smallest effective sample size of them.
+        acceptance: The mean probability of acceptance.
+    """
+
+    model: nn.Module
+    likelihood: Likelihood
+    weights: dict[str, Tensor]
+    data: tuple[Tensor, Tensor]
+    largest_rhat: float = 1.01
+    rhat: float = math.nan
+    ess: float = math.nan
+    acceptance: float = math.nan
+
+    @property
+    def converged(self) -> bool:
+        """Whether the chains agree: R̂ is at most `largest_rhat`."""
+        return self.rhat <= self.largest_rhat
+
+    @property
+    def num_draws(self) -> int:
+        """Of all chains."""
+        chains, samples = next(iter(self.weights.values())).shape[:2]
+        return chains * samples
+
+    def with_diagnostics(self, at: Tensor) -> HMCPosterior:
+        """The same with R̂ and the effective sample size of the network's outputs for these inputs."""
+        from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
+
+        chains = next(iter(self.weights.values())).shape[0]
+        outputs = self.outputs(at).flatten(1).unflatten(0, (chains, -1)).numpy()
+        with np.errstate(divide="ignore", invalid="ignore"):  # a constant output, such as a dead network's
+            rhat, ess = split_gelman_rubin(outputs), effective_sample_size(outputs)
+        return replace(self, rhat=float(np.nanmax(rhat)), ess=float(np.nanmin(ess)))
+
+    @torch.no_grad()
+    def outputs(self, x: Tensor, num_samples: int | None = None, *, batch_size: int | None = None) -> Tensor:
+        """The network's raw outputs `[num_samples, N, ...]` for draws spread evenly over all chains; None takes all."""
+        chosen = self._chosen(num_samples)
+        model = self.model
+        # In evaluation mode without touching the model's own: layers with a mode have no effect in it here.
+        training = {module: module.training for module in model.modules()}
+        model.eval()
+
+        def one(weights: dict[str, Tensor], part: Tensor) -> Tensor:
+            output: Tensor = functional_call(model, weights, (part,))
+            return output
+
+        try:
+            wide = x.double() if x.is_floating_point() else x
+            parts = wide.split(batch_size) if batch_size is not None else (wide,)
+            pieces = [vmap(one, in_dims=(0, None), chunk_size=2000)(chosen, part) for part in parts]
+            return torch.cat(pieces, dim=1)
+        finally:
+            for module, mode in training.items():
+                module.training = mode
+
+    def predict(
+        self,
+        x: Tensor,
+        num_samples: int | None = None,
+        *,
+        batch_size: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        """What the posterior says of `x`; a noise under a Gamma prior has its own posterior for each draw.
+
+        Arguments are as of other posteriors; `generator` is not used, since the draws are there.
+        """
+        outputs = self.outputs(x, num_samples, batch_size=batch_size)
+        likelihood = self.likelihood
+        if not isinstance(likelihood, Gaussian):
+            return likelihood.predictive(outputs)
+        if likelihood.fixed_variance is not None:
+            return RegressionPrediction(outputs, torch.tensor(likelihood.fixed_variance).sqrt())
+        shape, rate = self._noise(num_samples)
+        scale = (rate / shape).sqrt().unsqueeze(1)
+        return RegressionPrediction(outputs, scale, 2.0 * shape.expand_as(scale))
+
+    def _noise(self, num_samples: int | None) -> tuple[Tensor, Tensor]:
+        """The Gamma posterior of the precision given each draw: its shape, and its rate `[num_samples, K]`."""
+        assert isinstance(self.likelihood, Gaussian)
+        assert self.likelihood.noise_prior is not None
+        x, y = self.data
+        squared = (y.double() - self.outputs(x, num_samples)).square().sum(1)
+        a, b = self.likelihood.noise_prior
+        outputs = 1 if self.likelihood.per_output else squared.shape[-1]
+        total = squared if self.likelihood.per_output else squared.sum(-1, keepdim=True)
+        return torch.tensor(a + 0.5 * len(y) * outputs, dtype=torch.float64), b + 0.5 * total
+
+    def _chosen(self, num_samples: int | None) -> dict[str, Tensor]:
+        total = self.num_draws
+        if num_samples is not None and (not isinstance(num_samples, int) or not 1 <= num_samples <= total):
+            raise ValueError(f"num_samples must be an integer from 1 to {total}, of all draws; got {num_samples!r}")
+        flat = {name: tensor.flatten(0, 1) for name, tensor in self.weights.items()}
+        if num_samples is None or num_samples == total:
+            return flat
+        places = torch.linspace(0, total - 1, num_samples, dtype=torch.float64).round().long()
+        return {name: tensor[places] for name, tensor in flat.items()}
+
+
+def _check_likelihood(likelihood: Likelihood) -> None:
+    supported = (Gaussian, HeteroscedasticGaussian, Categorical, Bernoulli, Poisson)
+    if not isinstance(likelihood, supported):
+        names = ", ".join(kind.__name__ for kind in supported)
+        raise ValueError(f"HMC does not know the likelihood {type(likelihood).__name__}; it knows {names}")
+    if isinstance(likelihood, Gaussian) and likelihood.fixed_variance is None and likelihood.noise_prior is None:
+        raise ValueError("HMC samples a posterior: fix the noise_variance of Gaussian, or give it a noise_prior")
+
+
+def _check_data(x: Tensor, y: Tensor, weight: Tensor | None) -> None:
+    if x.shape[:2] != y.shape[:2] or (weight is not None and weight.shape != x.shape[:2]):
+        shapes = [list(part.shape) for part in (x, y, weight) if part is not None]
+        raise ValueError(f"inputs and targets must have as many examples; got the shapes {shapes}")
+    if x.shape[1] == 0:
+        raise ValueError("there are no examples")
+    for name, part in (("inputs", x), ("targets", y)):
+        if part.is_floating_point() and not bool(part.isfinite().all()):
+            raise ValueError(f"the {name} have NaN or infinite values")
+
+
+def _array(tensor: Tensor) -> np.ndarray[Any, Any]:
+    found: np.ndarray[Any, Any] = (tensor.double() if tensor.is_floating_point() else tensor).cpu().numpy()
+    return found
+
+
+def _double() -> Any:
+    """Float64 in JAX, inside alone."""
+    import jax
+
+    return jax.enable_x64(True)

@@ -1,0 +1,180 @@
+"""Table 4 of the paper: active learning from twenty labelled points, against points chosen at random.
+
+A job is a data set and a method. All its trials are trained at once as replicas, those that choose at random and those
+that choose by variance side by side; after each of nine acquisitions every network is trained anew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from noisygrad.baselines.hmc import HMCSettings
+from noisygrad.data import Table, load_table, standardised
+from noisygrad.experiments.cells import Cell, Job
+from noisygrad.experiments.environment import device_name
+from noisygrad.experiments.few_labels import DATA, METHODS, Config, FewPoints, Fitted, Hamiltonian, Method, trial
+from noisygrad.training.threads import one_thread
+
+EXPERIMENT = "active-learning"
+TRIALS = 40
+ACQUISITIONS = 9
+METHODS_HERE = ("PBP", "NNG-FFG", "NNG-MVG", "NNG-BlkTri", "HMC")
+RANDOM, ACTIVE = "random", "active"
+_SAMPLES = 1000
+_CHUNK = 500
+"""So many points of the pool are looked at together."""
+# Shorter chains than those that others are judged by: they are run eighty at a time, ten times over.
+_HMC = HMCSettings(chains=10, warmup=300, samples=150, thin=3, extensions=1)
+
+Report = Callable[[float, str], None]
+
+__all__ = ["ACQUISITIONS", "DATA", "EXPERIMENT", "METHODS_HERE", "TRIALS", "plan", "run_job"]
+
+
+def _method(name: str) -> Method:
+    return Hamiltonian(_HMC) if name == "HMC" else METHODS[name]
+
+
+def plan(
+    data: Sequence[str],
+    methods: Sequence[str],
+    *,
+    trials: int = TRIALS,
+    epochs: int | None = None,
+    data_dir: str | Path | None = None,
+    seed: int = 0,
+) -> list[Job]:
+    """A job for each data set and method; its replicates are the trials.
+
+    Raises:
+        ValueError: For a data set with too few rows.
+    """
+    jobs = []
+    for name in data:
+        trial(load_table(name, data_dir), 0, ACQUISITIONS)
+        for method in methods:
+            config = _method(method).config | {"seed": seed, "acquisitions": ACQUISITIONS}
+            if "epochs" in config:
+                config |= {"test_samples": _SAMPLES} | ({} if epochs is None else {"epochs": epochs})
+            jobs.append(Job(data=name, method=method, replicates=tuple(range(trials)), config=config))
+    return jobs
+
+
+def run_job(job: Job, report: Report, *, data_dir: str | None = None, device: str = "cpu") -> list[Cell]:
+    """All trials of a job, each with both ways to choose."""
+    start = time.perf_counter()
+    table = load_table(job.data, data_dir)
+    with one_thread(device == "cpu"):
+        race = _Race.start(table, job.replicates, job.config["seed"])
+        method = _method(job.method)
+        rounds = job.config["acquisitions"] + 1
+        figures: dict[str, list[Tensor]] = {"rmse": []}
+        for number in range(rounds):
+
+            def say(done: float, word: str, number: int = number) -> None:
+                report((number + done) / rounds, f"{job.data} {job.method} round {number + 1}, {word}")
+
+            fitted = _fit(method, race, job.config, device, say, number)
+            figures["rmse"].append(race.rmse(fitted))
+            for name, values in fitted.diagnostics().items():
+                figures.setdefault(name, []).append(values.cpu())
+            if number + 1 < rounds:
+                race.acquire(fitted)
+    found = {name: torch.stack(values, -1).unflatten(0, (2, -1)) for name, values in figures.items()}
+    seconds = (time.perf_counter() - start) / len(job.replicates)
+    return [
+        job.cell(EXPERIMENT, number, _figures(found, index), seconds=seconds, device=device_name(device))
+        for index, number in enumerate(job.replicates)
+    ]
+
+
+def _fit(method: Method, race: _Race, config: Config, device: str, say: Report, number: int) -> Fitted:
+    x, y = race.labelled()
+    count = x.shape[0] // 2
+    # Both ways start from the same weights.
+    seeds = [config["seed"] * 1_000_000 + 1000 * trial + number for trial in race.trials] * 2
+    assert len(seeds) == 2 * count
+    # The number of points changes from round to round, and compiling a step takes as long as a training.
+    return method.fit(FewPoints(x, y, device, "eager" if device == "cpu" else "captured"), seeds, config, say)
+
+
+def _figures(found: dict[str, Tensor], index: int) -> dict[str, float | list[float]]:
+    figures: dict[str, float | list[float]] = {}
+    for way, values in zip((RANDOM, ACTIVE), found["rmse"][:, index], strict=True):
+        figures[f"rmse_{way}"] = float(values[-1])
+        figures[f"rmse_{way}_by_round"] = values.tolist()
+    if "rhat" in found:
+        figures["rhat"] = float(found["rhat"][:, index].max())
+        figures["ess"] = float(found["ess"][:, index].min())
+    return figures
+
+
+@dataclass
+class _Race:
+    """Who has which labels: rows `[2T, N]`, first those who choose at random, then those who choose by variance."""
+
+    table: Table
+    trials: Sequence[int]
+    rows: NDArray[np.intp]
+    test: NDArray[np.intp]
+    """[T, 100]"""
+    pools: list[NDArray[np.intp]]
+    """Of each of the 2T, in an order that is the trial's own: choosing at random takes the first."""
+    x: Tensor
+    y: Tensor
+    scale: float
+
+    @classmethod
+    def start(cls, table: Table, trials: Sequence[int], seed: int) -> _Race:
+        chosen = [trial(table, number, ACQUISITIONS) for number in trials]
+        rows = np.stack([each.labelled for each in chosen])
+        everything = np.arange(table.rows)
+        data = standardised(table, [(everything, everything[:1])], by_all_rows=True)
+        pairs = zip(trials, chosen, strict=True)
+        orders = [np.random.default_rng([seed, number]).permutation(each.pool) for number, each in pairs]
+        return cls(
+            table,
+            trials,
+            np.concatenate([rows, rows]),
+            np.stack([each.others for each in chosen]),
+            orders + [order.copy() for order in orders],
+            torch.from_numpy(data.x_train[0]),
+            torch.from_numpy(data.y_train[0]),
+            float(data.y_std[0]),
+        )
+
+    def labelled(self) -> tuple[Tensor, Tensor]:
+        """What the networks are trained on, `[2T, N, ...]`."""
+        return self.x[self.rows], self.y[self.rows]
+
+    def rmse(self, fitted: Fitted) -> Tensor:
+        """On the test points, in the unit of the target, `[2T]`."""
+        test = np.concatenate([self.test, self.test])
+        mean, _ = fitted.moments(self.x[test])
+        errors = mean.cpu().double() - self.y[test].squeeze(-1)
+        return errors.square().mean(-1).sqrt() * self.scale
+
+    def acquire(self, fitted: Fitted) -> None:
+        """A point of the pool for each: the first of its order, or that of the largest variance."""
+        half = len(self.trials)
+        places = [0] * half + self._variances(fitted, slice(half, None)).argmax(-1).tolist()
+        taken = np.array([pool[place] for pool, place in zip(self.pools, places, strict=True)])
+        self.pools = [np.delete(pool, place) for pool, place in zip(self.pools, places, strict=True)]
+        self.rows = np.concatenate([self.rows, taken[:, None]], axis=1)
+
+    def _variances(self, fitted: Fitted, only: slice) -> Tensor:
+        """Of every point of these pools, `[r, pool]`."""
+        pools = np.stack(self.pools[only])
+        parts = np.array_split(pools, -(-pools.shape[1] // _CHUNK), axis=1)
+        variance = torch.cat([fitted.moments(self.x[part], only)[1].cpu() for part in parts], -1)
+        if bool((variance.amax(-1) == variance.amin(-1)).any()):
+            raise ValueError("the predictive variance is the same for the whole pool: there is nothing to choose by")
+        return variance

@@ -1,0 +1,228 @@
+"""Uncertainty from twenty labels: variances beside HMC's (Table 3), and active learning (Table 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from noisygrad.experiments import active_learning, hmc_correlation
+from noisygrad.experiments.cells import Cell, Results
+from noisygrad.report import paper
+from noisygrad.report.comparison import CORRELATION, RMSE_ACTIVE, RMSE_RANDOM, Metric, signed
+from noisygrad.report.entries import entry
+from noisygrad.report.figures import Curve, Panel, curve_panels, mean_curve, variance_scatter
+from noisygrad.report.page import Page
+from noisygrad.report.provenance import add_environment, add_failures, add_settings, wall_time_table
+from noisygrad.report.study import Study
+from noisygrad.report.tables import ComparisonTable, Entry
+
+ORDER = ("PBP", "NNG-FFG", "NNG-MVG", "NNG-BlkTri", "NNG-full", "NNG-MVG/exact", "ridge", "HMC")
+LOG_CORRELATION = Metric(key="log_correlation", title="correlation of log variances with HMC's", better="highest")
+RATIO = Metric(key="ratio", title="median ratio of variances to HMC's", better="highest")
+_LARGEST_RHAT = 1.01
+_DRAWN = ("NNG-FFG", "NNG-MVG", "NNG-BlkTri")
+
+
+def correlation_study(cells: Sequence[Cell]) -> Study:
+    """The cells, compared with HMC's."""
+    return Study(hmc_correlation.compare(cells), ORDER)
+
+
+def active_study(cells: Sequence[Cell]) -> Study:
+    """The cells as they are."""
+    return Study(cells, ORDER)
+
+
+def correlation_table(
+    study: Study, methods: Sequence[str], data: Sequence[str], metric: Metric = CORRELATION, *, legend: bool = True
+) -> ComparisonTable:
+    """One figure of each method on each data set, over the paper's where it has one."""
+    trials = hmc_correlation.TRIALS
+    return ComparisonTable(
+        columns=methods,
+        rows={name: [entry(study, method, name, metric, trials, "trials") for method in methods] for name in data},
+        caption=f"{metric.title[:1].upper()}{metric.title[1:]}, mean ± standard error over {trials} trials; below it, "
+        "where there is one, the paper's figure",
+        legend=legend,
+    )
+
+
+def active_table(study: Study, methods: Sequence[str], data: Sequence[str]) -> ComparisonTable:
+    """Test RMSE of each method after random acquisitions (_R) and after acquisitions by variance (_A)."""
+    trials, ways = active_learning.TRIALS, {"_R": RMSE_RANDOM, "_A": RMSE_ACTIVE}
+    columns = [(method, suffix) for method in methods for suffix in ways]
+
+    def row(name: str) -> list[Entry]:
+        return [entry(study, method, name, ways[suffix], trials, "trials") for method, suffix in columns]
+
+    return ComparisonTable(
+        columns=[method + suffix for method, suffix in columns],
+        rows={name: row(name) for name in data},
+        caption=f"Test RMSE after {active_learning.ACQUISITIONS} acquisitions, at random (_R) and by variance (_A), "
+        f"mean ± standard error over {trials} trials; below it, where there is one, the paper's figure",
+    )
+
+
+def sections(results: Path, page: Page) -> None:
+    """Both tables, with what lies behind them; a word on how to make them where there is nothing."""
+    _correlation(results, page)
+    _active(results, page)
+
+
+def _correlation(results: Path, page: Page) -> None:
+    cells = Results(results, hmc_correlation.EXPERIMENT).load()
+    page.section("Variances beside HMC's")
+    study = correlation_study(cells)
+    if not study.cells:
+        page.text(
+            f"There are no variances to compare in {hmc_correlation.EXPERIMENT}.jsonl among the results. Make them "
+            "with: noisygrad reproduce hmc-correlation"
+        )
+        return
+    page.text(
+        "Networks of ten hidden units learn from 20 labelled points; the variance of the function at 100 others is "
+        "compared with that of Hamiltonian Monte Carlo, the posterior itself. The column ridge is no network at all: "
+        "the leverage of a point in ridge regression. The measure flatters what is simple."
+    )
+    page.tiles(_correlation_tiles(study))
+    _convergence(page, cells)
+    page.table(correlation_table(study, study.methods, study.data))
+    page.text(
+        "A correlation does not see the magnitude. The next tables do: the ratio is the median over the points of a "
+        "method's variance over HMC's, 1 where it is right."
+    )
+    page.table(correlation_table(study, study.methods, study.data, RATIO, legend=False))
+    page.table(correlation_table(study, study.methods, study.data, LOG_CORRELATION, legend=False))
+    _scatter(page, cells, study)
+    add_failures(page, study, "trial")
+    page.table(wall_time_table(study, "Wall time of the jobs, some of which shared a device"))
+    everything = Study(cells, ORDER)
+    add_settings(page, everything)
+    add_environment(page, everything)
+
+
+def _correlation_tiles(study: Study) -> dict[str, str]:
+    def means(method: str) -> dict[str, float]:
+        found = {name: study.estimate(method, name, CORRELATION) for name in study.data}
+        return {name: estimate.mean for name, estimate in found.items() if estimate is not None}
+
+    ffg, mvg, tri = (means(method) for method in _DRAWN)
+    both, pairs = mvg.keys() & ffg.keys(), mvg.keys() & tri.keys()
+    gain = float(np.mean([tri[name] - mvg[name] for name in pairs])) if pairs else float("nan")
+    ratios = {
+        method: sum(
+            0.7 <= estimate.mean <= 1.4
+            for name in study.data
+            if (estimate := study.estimate(method, name, RATIO)) is not None
+        )
+        for method in study.methods
+    }
+    best = max(ratios, key=lambda method: ratios[method])
+    return {
+        "sets where NNG-MVG is above NNG-FFG": f"{sum(mvg[name] > ffg[name] for name in both)} of {len(both)}",
+        "NNG-BlkTri minus NNG-MVG, mean": signed(gain, 3),
+        "sets where our best is above the paper's best": _above_best(study),
+        f"sets where the variances of {best} are within 0.7 to 1.4 of HMC's": f"{ratios[best]} of {len(study.data)}",
+    }
+
+
+def _above_best(study: Study) -> str:
+    won = compared = 0
+    networks = [method for method in study.methods if method.startswith("NNG")]
+    for name in study.data:
+        printed = [paper.quoted(method, name).get(CORRELATION.key) for method in paper.TABLE_3_METHODS]
+        theirs = [figure.mean for figure in printed if figure is not None]
+        ours = [found.mean for m in networks if (found := study.estimate(m, name, CORRELATION)) is not None]
+        if theirs and ours:
+            compared += 1
+            won += max(ours) > max(theirs)
+    return f"{won} of {compared}"
+
+
+def _convergence(page: Page, cells: Sequence[Cell]) -> None:
+    """How far HMC's chains agree."""
+    rhats = [float(value) for cell in cells if isinstance(value := cell.metrics.get("rhat"), int | float)]
+    if not rhats:
+        return
+    late = sum(value > _LARGEST_RHAT for value in rhats)
+    page.text(
+        f"HMC: the largest R̂ of a prediction is {max(rhats):.4f} over {len(rhats)} trials; "
+        + (f"{late} stayed above {_LARGEST_RHAT} after all extensions." if late else f"none is above {_LARGEST_RHAT}.")
+    )
+
+
+def _scatter(page: Page, cells: Sequence[Cell], study: Study) -> None:
+    """The variances of one trial of each set, against HMC's."""
+    found = {(cell.data, cell.method, cell.replicate): cell for cell in cells if cell.error is None}
+    panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
+    for name in study.data:
+        truth = found.get((name, hmc_correlation.TRUTH, 0))
+        for method in _DRAWN:
+            own = found.get((name, method, 0))
+            if truth is not None and own is not None:
+                pair = hmc_correlation.variances(truth)[0].tolist(), hmc_correlation.variances(own)[0].tolist()
+                panels.setdefault(name, {})[method] = pair
+    if panels:
+        page.figure(
+            variance_scatter(panels),
+            caption="Predictive variances of the first trial against HMC's, both of standardised targets; on the line "
+            "they are equal.",
+            alt="Scatter plots of the variances of NNG-FFG, NNG-MVG and NNG-BlkTri against those of HMC for each set.",
+        )
+
+
+def _active(results: Path, page: Page) -> None:
+    study = active_study(Results(results, active_learning.EXPERIMENT).load())
+    page.section("Active learning")
+    if not study.cells:
+        page.text(
+            f"There is no {active_learning.EXPERIMENT}.jsonl among the results. Make it with: noisygrad reproduce "
+            "active-learning"
+        )
+        return
+    page.text(
+        "Twenty labelled points, nine more acquired one by one from all others but 100 test points: the one of the "
+        "largest predictive variance, or one at random. The network is trained anew after each."
+    )
+    page.tiles(_active_tiles(study))
+    _convergence(page, study.cells)
+    page.table(active_table(study, study.methods, study.data))
+    _curves(page, study)
+    add_failures(page, study, "trial")
+    page.table(wall_time_table(study, "Wall time of the jobs, some of which shared a device"))
+    add_settings(page, study)
+    add_environment(page, study)
+
+
+def _active_tiles(study: Study) -> dict[str, str]:
+    tiles = {}
+    for method in study.methods:
+        pairs = [
+            (study.estimate(method, name, RMSE_RANDOM), study.estimate(method, name, RMSE_ACTIVE))
+            for name in study.data
+        ]
+        known = [(a.mean, b.mean) for a, b in pairs if a is not None and b is not None]
+        tiles[f"sets where {method} gains by choosing"] = f"{sum(b < a for a, b in known)} of {len(known)}"
+    return tiles
+
+
+def _curves(page: Page, study: Study) -> None:
+    """Mean test RMSE by the number of labels, a picture for each data set."""
+    panels = []
+    for name in study.data:
+        curves: dict[str, list[Curve]] = {}
+        for method in study.methods:
+            for way, suffix in ((active_learning.ACTIVE, ""), (active_learning.RANDOM, "/random")):
+                rows = [cell.metrics[f"rmse_{way}_by_round"] for cell in study.of(method, name) if cell.error is None]
+                lines = [Curve([20.0 + k for k in range(len(row))], row) for row in rows if isinstance(row, list)]
+                if lines:
+                    curves[method + suffix] = [mean_curve(lines)]
+        panels.append(Panel(title=name, curves=curves, y_label="test RMSE"))
+    if panels:
+        page.figure(
+            curve_panels(panels, x_label="labelled points", columns=2, own_scales=True),
+            caption="Mean test RMSE over the trials; dotted lines are of acquisitions at random.",
+            alt="; ".join(panel.ends for panel in panels),
+        )

@@ -1,0 +1,136 @@
+"""`noisygrad reproduce hmc-correlation` and `active-learning`: Tables 3 and 4."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from noisygrad.reproduce.options import (
+    Backend,
+    DataFolder,
+    Device,
+    Epochs,
+    Names,
+    ResultsFolder,
+    Scheduler,
+    Seed,
+    Workers,
+    check_backend,
+    check_device,
+    chosen,
+    clear_errors,
+    data_folder,
+    run_missing,
+)
+
+Trials = Annotated[int | None, typer.Option(min=1, help="Only the first so many trials of each set.")]
+
+
+def hmc_correlation(
+    data: Names = None,
+    methods: Names = None,
+    results: ResultsFolder = Path("results"),
+    data_dir: DataFolder = None,
+    device: Device = "cpu",
+    backend: Backend = "local",
+    workers: Workers = 1,
+    scheduler: Scheduler = None,
+    epochs: Epochs = None,
+    trials: Trials = None,
+    seed: Seed = 0,
+) -> None:
+    """Table 3: Pearson correlation of predictive variances with those of HMC, from twenty labelled points.
+
+    Needs the extra hmc. Cells that are in the results folder are not computed again: stop it at any moment, and start
+    it again.
+    """
+    from noisygrad.experiments import hmc_correlation as experiment
+    from noisygrad.experiments.few_labels import METHODS
+
+    with clear_errors():
+        check_device(device)
+        check_backend(backend, scheduler)
+        names, asked = chosen(data, experiment.DATA), chosen(methods, METHODS)
+        if experiment.TRUTH in asked:
+            _need_hmc()
+        where = data_folder(data_dir)
+        jobs = experiment.plan(
+            names, asked, trials=trials or experiment.TRIALS, epochs=epochs, data_dir=where, seed=seed
+        )
+        work = partial(experiment.run_job, data_dir=where, device=device)
+        failed = run_missing(experiment.EXPERIMENT, jobs, work, results, backend, workers, scheduler)
+        _show_correlation(results, names, asked)
+    if failed:
+        raise typer.Exit(1)
+
+
+def active_learning(
+    data: Names = None,
+    methods: Names = None,
+    results: ResultsFolder = Path("results"),
+    data_dir: DataFolder = None,
+    device: Device = "cpu",
+    backend: Backend = "local",
+    workers: Workers = 1,
+    scheduler: Scheduler = None,
+    epochs: Epochs = None,
+    trials: Trials = None,
+    seed: Seed = 0,
+) -> None:
+    """Table 4: test RMSE after nine points were chosen by their variance, against nine chosen at random.
+
+    HMC needs the extra hmc. Cells that are in the results folder are not computed again: stop it at any moment, and
+    start it again.
+    """
+    from noisygrad.experiments import active_learning as experiment
+
+    with clear_errors():
+        check_device(device)
+        check_backend(backend, scheduler)
+        names, asked = chosen(data, experiment.DATA), chosen(methods, experiment.METHODS_HERE)
+        if "HMC" in asked:
+            _need_hmc()
+        where = data_folder(data_dir)
+        jobs = experiment.plan(
+            names, asked, trials=trials or experiment.TRIALS, epochs=epochs, data_dir=where, seed=seed
+        )
+        work = partial(experiment.run_job, data_dir=where, device=device)
+        failed = run_missing(experiment.EXPERIMENT, jobs, work, results, backend, workers, scheduler)
+        _show_active(results, names, asked)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _need_hmc() -> None:
+    """Say so before anything is computed, where the extra is missing."""
+    import importlib.util
+
+    missing = [name for name in ("jax", "numpyro") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModuleNotFoundError(
+            f'HMC needs {" and ".join(missing)}: pip install "noisygrad[hmc]", or leave it out with --methods'
+        )
+
+
+def _show_correlation(results: Path, data: Sequence[str], methods: Sequence[str]) -> None:
+    from noisygrad.experiments import hmc_correlation as experiment
+    from noisygrad.experiments.cells import Results
+    from noisygrad.report.few_labels import correlation_study, correlation_table
+
+    study = correlation_study(Results(results, experiment.EXPERIMENT).load())
+    shown = [method for method in methods if method != experiment.TRUTH]
+    Console(highlight=False).print(correlation_table(study, shown, data).rich())
+
+
+def _show_active(results: Path, data: Sequence[str], methods: Sequence[str]) -> None:
+    from noisygrad.experiments import active_learning as experiment
+    from noisygrad.experiments.cells import Results
+    from noisygrad.report.few_labels import active_study, active_table
+
+    study = active_study(Results(results, experiment.EXPERIMENT).load())
+    Console(highlight=False).print(active_table(study, methods, data).rich())

@@ -1,0 +1,189 @@
+"""Twenty labels: the trials, the comparison with HMC, the race of acquisitions, and the commands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from noisygrad.cli import main as app
+from noisygrad.data import load_table
+from noisygrad.experiments import active_learning, few_labels, hmc_correlation
+from noisygrad.experiments.cells import Cell, Job, Results
+from noisygrad.experiments.few_labels import METHODS, FewPoints, RidgeLeverage, trial
+
+
+def quiet(done: float, word: str) -> None:
+    assert 0.0 <= done <= 1.0
+    assert word
+
+
+def points(sets: int = 3, count: int = 6, inputs: int = 2) -> FewPoints:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(sets, count, inputs, generator=generator, dtype=torch.float64)
+    return FewPoints(x, x.sum(-1, keepdim=True).sin())
+
+
+def test_trials_are_apart_and_the_same_every_time() -> None:
+    table = load_table("diabetes")
+    one, again, other = trial(table, 0), trial(table, 0), trial(table, 1)
+    assert [len(one.labelled), len(one.others), len(one.pool)] == [20, 100, table.rows - 120]
+    assert sorted(np.concatenate([one.labelled, one.others, one.pool])) == list(range(table.rows))
+    assert np.array_equal(one.labelled, again.labelled)
+    assert not np.array_equal(one.labelled, other.labelled)
+    small = replace(table, x=table.x[:125], y=table.y[:125])
+    assert len(trial(small, 0, 5).pool) == 5
+    with pytest.raises(ValueError, match=r"has 125 rows; a trial needs 129: 20 labelled, 100 others and a pool"):
+        trial(small, 0, 9)
+
+
+def test_ridge_is_its_formula() -> None:
+    data = points()
+    fitted = RidgeLeverage().fit(data, [0, 1, 2], {"ridge": 1.0}, quiet)
+    x = torch.randn(3, 4, 2, dtype=torch.float64)
+    mean, variance = fitted.moments(x)
+    for index in range(3):
+        inverse = torch.linalg.inv(data.x[index].T @ data.x[index] + torch.eye(2))
+        torch.testing.assert_close(variance[index], (x[index] @ inverse * x[index]).sum(-1))
+        torch.testing.assert_close(mean[index], (x[index] @ inverse @ data.x[index].T @ data.y[index]).squeeze(-1))
+    torch.testing.assert_close(fitted.moments(x[1:2], slice(1, 2))[1], variance[1:2])
+
+
+@pytest.mark.parametrize("method", ["PBP", "NNG-FFG", "NNG-MVG", "NNG-BlkTri", "NNG-full", "NNG-MVG/exact"])
+def test_fits_tell_some_networks_apart_from_all(method: str) -> None:
+    data, chosen = points(), METHODS[method]
+    config = chosen.config | {"epochs": 3, "test_samples": 50}
+    fitted = chosen.fit(replace(data, execution="eager"), [0, 1, 2], config, quiet)
+    x = torch.randn(3, 4, 2, dtype=torch.float64)
+    mean, variance = fitted.moments(x)
+    assert mean.shape == variance.shape == (3, 4)
+    assert bool((variance > 0).all())
+    some = fitted.moments(x[1:], slice(1, None))
+    torch.testing.assert_close(some[0], mean[1:])
+    torch.testing.assert_close(some[1], variance[1:])
+
+
+def test_hmc_pads_what_is_still_to_come() -> None:
+    x, y, weight = few_labels._padded(torch.ones(2, 23, 3), torch.ones(2, 23, 1))
+    assert x.shape == (2, 30, 3)
+    assert y.shape == (2, 30, 1)
+    assert weight.sum(1).tolist() == [23.0, 23.0]
+    assert not x[:, 23:].any()
+    x, _, weight = few_labels._padded(torch.ones(2, 20, 3), torch.ones(2, 20, 1))
+    assert x.shape[1] == 20
+    assert bool((weight == 1).all())
+
+
+def job(method: str, data: str = "diabetes", trials: int = 2, experiment: object = hmc_correlation) -> Job:
+    return experiment.plan([data], [method], trials=trials, epochs=4)[0]
+
+
+def test_a_job_of_variances() -> None:
+    cells = hmc_correlation.run_job(job("NNG-MVG"), quiet, execution="eager")
+    assert [cell.replicate for cell in cells] == [0, 1]
+    found = hmc_correlation.variances(cells[0])
+    assert found.shape == (2, 100)  # two seeds
+    assert not np.array_equal(found[0], found[1])
+    assert len(cells[0].metrics["mean_0"]) == 100
+    # A trial does not depend on which others are computed with it.
+    alone = hmc_correlation.run_job(replace(job("NNG-MVG"), replicates=(1,)), quiet, execution="eager")
+    np.testing.assert_allclose(hmc_correlation.variances(alone[0]), hmc_correlation.variances(cells[1]), rtol=1e-4)
+
+
+def made(method: str, rows: Sequence[Sequence[float]], trial: int = 0) -> Cell:
+    metrics = {f"variance_{k}": list(row) for k, row in enumerate(rows)}
+    return Cell(
+        experiment="hmc-correlation",
+        data="boston",
+        method=method,
+        replicate=trial,
+        config={},
+        metrics=metrics,
+        seconds=1.0,
+        device="cpu",
+    )
+
+
+def test_variances_are_compared_trial_by_trial() -> None:
+    truth, one, other = [1.0, 2.0, 4.0], [2.0, 3.0, 9.0], [0.5, 1.0, 2.0]
+    cells = [made("HMC", [truth]), made("NNG-MVG", [one, other]), made("NNG-MVG", [one], trial=1)]
+    (found,) = hmc_correlation.compare(cells)  # the second trial has no HMC
+    metrics = found.metrics
+    first = np.corrcoef(one, truth)[0, 1]
+    assert metrics["correlations"] == pytest.approx([first, 1.0])
+    assert metrics["correlation"] == pytest.approx((first + 1.0) / 2)
+    assert metrics["ratio"] == pytest.approx((2.0 + 0.5) / 2)
+    logs = np.corrcoef(np.log(one), np.log(truth))[0, 1]
+    assert metrics["log_correlation"] == pytest.approx((logs + 1.0) / 2)
+    with pytest.raises(ValueError, match="nothing to correlate"):
+        hmc_correlation.compare([made("HMC", [truth]), made("NNG-MVG", [[1.0, 1.0, 1.0]])])
+
+
+def test_a_race_takes_the_point_of_the_largest_variance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(active_learning, "_CHUNK", 37)
+    cells = active_learning.run_job(job("ridge", experiment=active_learning), quiet)
+    table = load_table("diabetes")
+    x = (table.x - table.x.mean(0)) / table.x.std(0)
+    y = (table.y - table.y.mean()) / table.y.std()
+    rows, pool, test = (getattr(trial(table, 1), name).tolist() for name in ("labelled", "pool", "others"))
+    curve = []
+    for _ in range(10):
+        inverse = np.linalg.inv(x[rows].T @ x[rows] + np.eye(x.shape[1]))
+        errors = x[test] @ inverse @ x[rows].T @ y[rows] - y[test]
+        curve.append(np.sqrt(np.mean(errors**2)) * table.y.std())
+        best = pool[int(np.argmax(np.einsum("ni,ij,nj->n", x[pool], inverse, x[pool])))]
+        rows.append(best)
+        pool.remove(best)
+    assert cells[1].metrics["rmse_active_by_round"] == pytest.approx(curve)
+    assert cells[1].metrics["rmse_active"] == pytest.approx(curve[-1])
+    random = cells[1].metrics["rmse_random_by_round"]
+    assert random[0] == pytest.approx(curve[0])
+    assert random[1:] != pytest.approx(curve[1:])
+
+
+def test_both_ways_start_from_the_same_network() -> None:
+    (cell,) = active_learning.run_job(job("NNG-MVG", trials=1, experiment=active_learning), quiet)
+    ways = [cell.metrics[f"rmse_{way}_by_round"] for way in ("random", "active")]
+    assert [len(way) for way in ways] == [10, 10]
+    assert ways[0][0] == pytest.approx(ways[1][0], rel=1e-4)
+
+
+def test_nothing_to_choose_by_is_said() -> None:
+    class Same:
+        def moments(self, x: torch.Tensor, only: slice = few_labels.EVERY) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.zeros(x.shape[:2]), torch.ones(x.shape[:2])
+
+    race = active_learning._Race.start(load_table("diabetes"), (0,), 0)
+    with pytest.raises(ValueError, match="nothing to choose by"):
+        race.acquire(Same())
+
+
+@pytest.mark.parametrize("command", ["hmc-correlation", "active-learning"])
+def test_the_command_keeps_what_it_has(command: str, tmp_path: Path) -> None:
+    method = {"hmc-correlation": "ridge", "active-learning": "PBP"}[command]
+    options = ["reproduce", command, "--data", "yacht", "--methods", method, "--trials", "2", "--epochs", "1"]
+    runner = CliRunner()
+    first = runner.invoke(app, [*options, "--results", str(tmp_path)])
+    assert first.exit_code == 0, first.output
+    cells = Results(tmp_path, command).load()
+    assert len(cells) == 2
+    again = runner.invoke(app, [*options, "--results", str(tmp_path)])
+    assert again.exit_code == 0
+    assert Results(tmp_path, command).load() == cells
+    wrong = runner.invoke(app, ["reproduce", command, "--methods", "magic", "--results", str(tmp_path)])
+    assert wrong.exit_code == 2
+    assert "known are" in wrong.output
+
+
+def test_hmc_without_its_extra_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    options = ["reproduce", "hmc-correlation", "--data", "yacht", "--results", str(tmp_path)]
+    refused = CliRunner().invoke(app, options)
+    assert refused.exit_code == 2
+    assert 'pip install "noisygrad[hmc]"' in refused.output
+    assert not list(tmp_path.iterdir())
