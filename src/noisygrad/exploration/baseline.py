@@ -49,7 +49,7 @@ class LinearFeatureBaseline:
         targets = discounted(transitions, self(transitions.last_observations, transitions.last_times), discount)
         rows = self.features(transitions.observations, transitions.times).reshape(targets.size, -1)
         gram = rows.T @ rows + self.ridge * np.eye(rows.shape[1])
-        self.weights = np.linalg.solve(gram, rows.T @ targets.reshape(-1))
+        self.weights = np.linalg.solve(gram, rows.T @ targets.reshape(-1)).astype(np.float64)
 
 
 def discounted(transitions: Transitions, last_values: Array, discount: float) -> Array:

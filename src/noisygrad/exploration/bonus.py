@@ -57,7 +57,10 @@ class SquaredNorm(Bonus):
             return None
         observations, actions, _ = transitions.flat()
         scales = self.pool.scales()
-        norms = sum(np.square(s.standardise(part).astype(np.float64)).sum(1) for s, part in zip(scales, (observations, actions), strict=False))
+        norms = sum(
+            np.square(s.standardise(part).astype(np.float64)).sum(1)
+            for s, part in zip(scales, (observations, actions), strict=False)
+        )
         return np.asarray(norms).reshape(transitions.rewards.shape)
 
     def learn(self, transitions: Transitions) -> None:

@@ -120,7 +120,9 @@ class Recorder(VecEnvWrapper):
         """
         if not self._kept or self._observations is None:
             raise RuntimeError("nothing was recorded: step the environment first")
-        observations, actions, following, rewards, dones, times = (np.stack(part) for part in zip(*self._kept, strict=True))
+        observations, actions, following, rewards, dones, times = (
+            np.stack(part) for part in zip(*self._kept, strict=True)
+        )
         taken = Transitions(
             observations=observations,
             actions=actions,

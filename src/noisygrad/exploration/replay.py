@@ -22,7 +22,9 @@ class Scale:
     @classmethod
     def of(cls, rows: Array) -> Scale:
         """Of rows `[n, d]`; 1e-8 is added to the deviation, so that a constant column becomes 0."""
-        return cls(rows.mean(0, dtype=np.float64).astype(np.float32), rows.std(0, dtype=np.float64).astype(np.float32) + 1e-8)
+        return cls(
+            rows.mean(0, dtype=np.float64).astype(np.float32), rows.std(0, dtype=np.float64).astype(np.float32) + 1e-8
+        )
 
     def standardise(self, rows: Array) -> Array:
         """(rows − mean) / std."""
@@ -75,7 +77,7 @@ class ReplayPool:
         """
         if self._rows is None or not self.ready:
             raise ValueError(
-                f"the pool holds {len(self)} transitions and needs {self.minimum}: collect more first, or lower its minimum"
+                f"the pool holds {len(self)} transitions and needs {self.minimum}: collect more, or lower its minimum"
             )
         first, second, third = (part[: len(self)] for part in self._rows)
         return first, second, third

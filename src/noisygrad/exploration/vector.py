@@ -30,7 +30,9 @@ class TaskVector(VecEnv):
         seed: Copy i begins with seed + i; without it, `reset` draws one.
     """
 
-    def __init__(self, task: Callable[[], Task], copies: int, *, horizon: int = HORIZON, seed: int | None = None) -> None:
+    def __init__(
+        self, task: Callable[[], Task], copies: int, *, horizon: int = HORIZON, seed: int | None = None
+    ) -> None:
         for name, value in (("copies", copies), ("horizon", horizon)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -47,7 +49,7 @@ class TaskVector(VecEnv):
 
     def reset(self) -> Array:
         """Begin a new episode in every copy."""
-        observations = np.empty((self.num_envs, *self.observation_space.shape), dtype=np.float32)
+        observations = np.empty((self.num_envs, len(self.envs[0].largest_observation)), dtype=np.float32)
         for copy, env in enumerate(self.envs):
             observations[copy], self.reset_infos[copy] = env.reset(seed=self._seeds[copy], options=self._options[copy])
         self._steps = [0] * self.num_envs
@@ -100,11 +102,17 @@ class TaskVector(VecEnv):
         for copy in self._get_indices(indices):
             setattr(self.envs[copy], attr_name, value)
 
-    def env_method(self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **method_kwargs: Any) -> list[Any]:
+    def env_method(
+        self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **method_kwargs: Any
+    ) -> list[Any]:
         """Call a method of the copies."""
-        return [getattr(self.envs[copy], method_name)(*method_args, **method_kwargs) for copy in self._get_indices(indices)]
+        return [
+            getattr(self.envs[copy], method_name)(*method_args, **method_kwargs) for copy in self._get_indices(indices)
+        ]
 
-    def env_is_wrapped(self, wrapper_class: type[gymnasium.Wrapper[Any, Any, Any, Any]], indices: VecEnvIndices = None) -> list[bool]:
+    def env_is_wrapped(
+        self, wrapper_class: type[gymnasium.Wrapper[Any, Any, Any, Any]], indices: VecEnvIndices = None
+    ) -> list[bool]:
         """No copy is wrapped in anything."""
         del wrapper_class
         return [False for _ in self._get_indices(indices)]

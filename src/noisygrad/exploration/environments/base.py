@@ -32,7 +32,10 @@ class Task(gymnasium.Env[Array, Array], ABC):
         render_mode: None, or "rgb_array" for `render()` to return a picture.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 20}
+    metadata: dict[str, Any] = {  # noqa: RUF012 (gymnasium declares it so)
+        "render_modes": ["rgb_array"],
+        "render_fps": 20,
+    }
 
     time_step: ClassVar[float] = 0.05
     """Seconds of one step of the engine."""
@@ -78,7 +81,7 @@ class Task(gymnasium.Env[Array, Array], ABC):
         observation, reward, over = self.advance(float(given[0]))
         return np.array(observation, dtype=np.float32), reward, over, False, {}
 
-    def render(self) -> NDArray[np.uint8] | None:  # type: ignore[override]
+    def render(self) -> NDArray[np.uint8] | None:
         """A picture of the world, `[height, width, 3]`, with render_mode="rgb_array"; otherwise None."""
         if self.render_mode is None:
             gymnasium.logger.warn("render() has nothing to do: make the environment with render_mode='rgb_array'")

@@ -20,8 +20,8 @@ class CartPoleSwingup(Task):
     """Observations x, ẋ, θ, θ̇ (metres, radians; θ = 0 is upright, counter-clockwise, not wrapped).
 
     The action pushes the cart, of 1 kg, with up to 10 N; the pole, of 0.1 kg and 1 m, turns freely around the middle of
-    the cart's top. The reward is 1 where cos θ > 0.8. The task is over, without a reward, when the cart is more than 3 m
-    from the middle.
+    the cart's top. The reward is 1 where cos θ > 0.8. The task is over, without a reward, when the cart is more than
+    3 m from the middle.
     """
 
     largest_force: ClassVar[float] = 10.0

@@ -20,7 +20,7 @@ class DoublePendulum(Task):
     """Observations sin θ₁, cos θ₁, θ̇₁, sin θ₂, cos θ₂, θ̇₂: both angles are absolute, 0 = hanging, counter-clockwise.
 
     The rods have 0.5 kg and 1 m each, and hang still but for a little noise at the start. The action is a torque of up
-    to 50 N m between them; an action lasts 0.02 s. The reward is 1 where the tip is closer than `threshold` to the point
+    to 50 N m between them and lasts 0.02 s. The reward is 1 where the tip is closer than `threshold` to the point
     straight above the hinge. The task is never over.
 
     Args:
@@ -28,7 +28,10 @@ class DoublePendulum(Task):
         threshold: In metres; 0.1 is the paper's. (At 1, which its code had, nearly every random episode is rewarded.)
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 50}
+    metadata: dict[str, Any] = {  # noqa: RUF012
+        "render_modes": ["rgb_array"],
+        "render_fps": 50,
+    }
     time_step: ClassVar[float] = 0.01
     frame_skip: ClassVar[int] = 2
     iterations: ClassVar[tuple[int, int]] = (20, 20)
