@@ -62,9 +62,11 @@ def _pairs(roots: Tensor) -> Tensor:
     """Of `[B, K, C, n]`: the sum over columns of squared inner products, for each pair of draws, `[B, K, K]`."""
     draws, columns = roots.shape[1:3]
     rows = roots.flatten(1, 2)
-    squares = (rows @ rows.mT).square()
+    squares: Tensor = (rows @ rows.mT).square()
     # One dimension after the other: a sum over both at once reads memory in strides and takes three times as long.
-    return squares.unflatten(-1, (draws, columns)).sum(-1).unflatten(1, (draws, columns)).sum(2)
+    by_draw: Tensor = squares.unflatten(-1, (draws, columns)).sum(-1)
+    both: Tensor = by_draw.unflatten(1, (draws, columns)).sum(2)
+    return both
 
 
 def _outer(values: Tensor) -> Tensor:

@@ -102,7 +102,8 @@ class Recorder(VecEnvWrapper):
                 following[copy] = infos[copy]["terminal_observation"]
         require_finite("observations", following)
         require_finite("rewards", rewards)
-        self._kept.append((self._observations, self._actions, following, rewards, dones, self._times.copy()))
+        # stable-baselines3 adds values to the rewards it is given, in place.
+        self._kept.append((self._observations, self._actions, following, rewards.copy(), dones, self._times.copy()))
         self._times += 1
         self._sums += rewards
         if len(ended):

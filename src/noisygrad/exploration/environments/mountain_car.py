@@ -45,11 +45,11 @@ class MountainCar(Task):
     def _build(self, world: b2World, state: Sequence[float]) -> None:
         x, speed = state
         # Friction of the two is √(0.2 · 0.0005) = 0.01.
-        world.CreateStaticBody().CreateChainFixture(vertices=_TRACK, friction=0.2)
+        world.CreateStaticBody().CreateChainFixture(vertices_chain=_TRACK, friction=0.2)
         slope = math.pi / 2 * math.sin(math.pi * x / 2.0)
         place = (x, height(x) + START_HEIGHT)
         self.car = world.CreateDynamicBody(
-            position=place, angle=math.atan(slope), linearVelocity=(speed, speed * slope), fixedRotation=False
+            position=place, angle=math.atan(slope), linearVelocity=(speed, speed * slope)
         )
         self.car.CreatePolygonFixture(box=(0.2, 0.1), density=5.0, friction=5e-4)
 
