@@ -232,7 +232,7 @@ def test_double_pendulum_threshold(threshold, rewarded):
 
 
 def test_random_policies_find_nothing():
-    """A quick version of 5000 episodes each, of which none of CartPoleSwingup and none of MountainCar had a reward."""
+    """A quick version of a count: 0 of 10000 episodes of CartPoleSwingup and 0 of 5000 of MountainCar had a reward."""
     rng = np.random.default_rng(0)
     for task, episodes in ((CartPoleSwingup, 1000), (MountainCar, 60)):
         env = task()

@@ -295,7 +295,6 @@ def test_bonus_moves_the_policy_where_there_is_no_reward():
 
 def test_advantages_are_sums_of_rewards_and_bonus_less_the_previous_baseline():
     bonus = Given([3.0, 3.0])
-    baseline = LinearFeatureBaseline()
     previous = []
 
     class Watched(LinearFeatureBaseline):
@@ -323,3 +322,15 @@ def test_time_limit_adds_no_value_to_rewards():
     trpo.learn(64)
     assert set(np.unique(trpo.rollout_buffer.rewards)) <= {0.0, 1.0}
     assert trpo.rollout_buffer.episode_starts.sum() >= 3
+
+
+def test_saved_and_loaded(tmp_path):
+    trpo = learned("DoublePendulum", intrinsic=IntrinsicReward(SquaredNorm()))
+    trpo.save(tmp_path / "agent.zip")
+    env = TaskVector(DoublePendulum, 3, horizon=100, seed=0)
+    again = LinearBaselineTRPO.load(tmp_path / "agent.zip", env=env, device="cpu")
+    assert torch.equal(parameters(again), parameters(trpo))
+    np.testing.assert_array_equal(again.baseline.weights, trpo.baseline.weights)
+    assert len(again.intrinsic.bonus.pool) == 1200
+    again.learn(600, reset_num_timesteps=False)
+    assert len(again.returns) == 3

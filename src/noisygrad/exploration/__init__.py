@@ -9,6 +9,7 @@ _MISSING = [name for name in ("gymnasium", "Box2D", "stable_baselines3", "sb3_co
 if _MISSING:
     raise ImportError(
         f"noisygrad.exploration needs {', '.join(_MISSING)}, which is not installed: pip install 'noisygrad[rl]'"
+        + " (Box2D has wheels for Python 3.11 to 3.13, on Linux for x86-64 alone)" * ("Box2D" in _MISSING)
     )
 
 from noisygrad.exploration.baseline import LinearFeatureBaseline

@@ -85,10 +85,18 @@ def diagonal_gain(layer: Sensitivity, variances: Tensor) -> Tensor:
 def spectral_gain(layer: Sensitivity, outputs: Tensor, inputs: Tensor, spectrum: Tensor) -> Tensor:
     """As `kronecker_gain`, for Σ = (U ⊗ V) diag(1/R) (U ⊗ V)ᵀ: what exact damping gives, which is no product."""
     a, g, r = layer.inputs @ inputs, layer.gradients @ outputs, layer.roots @ outputs
-    scale = spectrum.rsqrt()
-    gradient = (torch.einsum("bko,bki->boi", g, a) / a.shape[1] * scale).square().sum((-2, -1))
-    rows = (r[..., :, None] * a[:, :, None, None, :] * scale).flatten(-2).flatten(1, 2) / a.shape[1] ** 0.5
-    return _second_order(gradient, (rows @ rows.mT).square().sum((-2, -1)))
+    scale, draws = spectrum.rsqrt(), a.shape[1]
+    mean = (torch.einsum("bko,bki->boi", g, a) / draws * scale).square().sum((-2, -1))
+    # A few examples at a time, so that their rows of weights stay in the processor's cache.
+    squares = [
+        _squared_products(*part, scale) for part in zip(a.split(_CHUNK // 16), r.split(_CHUNK // 16), strict=True)
+    ]
+    return _second_order(mean, torch.cat(squares) / draws**2)
+
+
+def _squared_products(inputs: Tensor, roots: Tensor, scale: Tensor) -> Tensor:
+    rows = (roots[..., :, None] * inputs[:, :, None, None, :] * scale).flatten(-2).flatten(1, 2)
+    return (rows @ rows.mT).square().sum((-2, -1))
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from sb3_contrib import TRPO
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import GymEnv
 from stable_baselines3.common.vec_env import VecEnv
 
@@ -42,7 +43,7 @@ class LinearBaselineTRPO(TRPO):
 
     def __init__(
         self,
-        policy: str,
+        policy: str | type[ActorCriticPolicy],
         env: GymEnv,
         *,
         intrinsic: IntrinsicReward | None = None,
