@@ -11,9 +11,9 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
-def run(name: str) -> str:
+def run(name: str, *arguments: object) -> str:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}  # other tests are running
-    command = [sys.executable, EXAMPLES / name]
+    command = [sys.executable, EXAMPLES / name, *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -47,10 +47,17 @@ def test_the_readme_does_what_it_says(tmp_path):
 
 
 def test_every_example_is_tested():
-    tested = re.findall(r'run\("(\w+\.py)"\)', Path(__file__).read_text(encoding="utf-8"))
+    tested = re.findall(r'run\("(\w+\.py)"', Path(__file__).read_text(encoding="utf-8"))
     assert sorted(tested) == sorted(path.name for path in EXAMPLES.glob("*.py"))
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_example_is_short(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) < 60
+
+
+def test_watching_an_episode(tmp_path):
+    for extra in ("Box2D", "gymnasium", "sb3_contrib"):
+        pytest.importorskip(extra)
+    assert re.search(r"reward 1 after (\d+) steps", run("watch.py", tmp_path / "car.gif"))
+    assert (tmp_path / "car.gif").read_bytes().startswith(b"GIF89a")

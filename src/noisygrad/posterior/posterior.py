@@ -82,7 +82,8 @@ class Posterior:
                 if block.noise
             ]
 
-    def _noisy(self) -> list[tuple[Block, Precision]]:
+    def noisy_blocks(self) -> list[tuple[Block, Precision]]:
+        """Each block that has noise, with its P: Σ = (λ/N) P⁻¹. Raises for a point estimate, which has none."""
         if not self._precisions:
             raise ValueError("this is a point estimate (noise=False): it has no density, no KL and no covariance")
         return self._precisions
@@ -109,7 +110,7 @@ class Posterior:
         flat.load_dict_(dict(weights))
         difference = flat.flat - self._mean.flat
         scale = self.num_data / self.kl_weight
-        return self._sum(block.total(log_prob(p, block.vector(difference), scale)) for block, p in self._noisy())
+        return self._sum(block.total(log_prob(p, block.vector(difference), scale)) for block, p in self.noisy_blocks())
 
     def kl(self) -> Tensor:
         """KL(q ‖ prior) of the weights in nats, in closed form; one number per replica."""
@@ -121,13 +122,13 @@ class Posterior:
         scale = self.num_data / self.kl_weight
         return {
             block.name: block.total(kl_divergence(precision, self._gammas[block.name], block.vector(difference), scale))
-            for block, precision in self._noisy()
+            for block, precision in self.noisy_blocks()
         }
 
     def std(self) -> dict[str, Tensor]:
         """Marginal standard deviation of each weight, for small networks (through the dense covariance)."""
         flat = FlatWeights(self.structure, torch.zeros_like(self._mean.flat))
-        for block, precision in self._noisy():
+        for block, precision in self.noisy_blocks():
             variance = precision.covariance(block.vector(self._mean.flat)).diagonal(dim1=-2, dim2=-1)
             block.write_(flat.flat, (variance * self.kl_weight / self.num_data).sqrt())
         return flat.as_dict()
@@ -142,14 +143,14 @@ class Posterior:
         return self._dense(lambda block, p: p.covariance(block.vector(flat)) * scale, "covariance")
 
     def _dense(self, matrix_of: Callable[[Block, Precision], Tensor], what: str) -> Tensor:
-        if what == "precision" and len(self._noisy()) < len(self.structure.blocks):
+        if what == "precision" and len(self.noisy_blocks()) < len(self.structure.blocks):
             raise ValueError("weights without noise have no finite precision; use covariance()")
         flat = self._mean.flat
         if flat.shape[-1] > LARGEST_DENSE:
             raise ValueError(f"a dense {what} over {flat.shape[-1]} weights does not fit in memory")
         dense = flat.new_zeros(*flat.shape, flat.shape[-1])
         places = torch.arange(flat.shape[-1], device=flat.device)
-        for block, precision in self._noisy():
+        for block, precision in self.noisy_blocks():
             where = block.vector(places)
             parts = matrix_of(block, precision)
             for index in range(block.grouped):

@@ -1,0 +1,42 @@
+"""Reinforcement learning with a reward for learning: the paper's section on exploration.
+
+Importing it registers the paper's three tasks with gymnasium. It needs the extra `rl`.
+"""
+
+from importlib.util import find_spec
+
+_MISSING = [name for name in ("gymnasium", "Box2D", "stable_baselines3", "sb3_contrib") if find_spec(name) is None]
+if _MISSING:
+    raise ImportError(
+        f"noisygrad.exploration needs {', '.join(_MISSING)}, which is not installed: pip install 'noisygrad[rl]'"
+        + " (Box2D has wheels for Python 3.11 to 3.13, on Linux for x86-64 alone)" * ("Box2D" in _MISSING)
+    )
+
+from noisygrad.exploration.baseline import LinearFeatureBaseline
+from noisygrad.exploration.bonus import Bonus, IntrinsicReward, NoBonus, SquaredNorm
+from noisygrad.exploration.environments import TASKS, CartPoleSwingup, DoublePendulum, MountainCar, Task
+from noisygrad.exploration.gain import information_gain
+from noisygrad.exploration.recording import Recorder, Transitions
+from noisygrad.exploration.replay import ReplayPool
+from noisygrad.exploration.trpo import LinearBaselineTRPO, paper_trpo
+from noisygrad.exploration.vector import TaskVector
+
+__all__ = [
+    "Bonus",
+    "CartPoleSwingup",
+    "DoublePendulum",
+    "IntrinsicReward",
+    "LinearBaselineTRPO",
+    "LinearFeatureBaseline",
+    "MountainCar",
+    "NoBonus",
+    "Recorder",
+    "ReplayPool",
+    "SquaredNorm",
+    "TASKS",
+    "Task",
+    "TaskVector",
+    "Transitions",
+    "information_gain",
+    "paper_trpo",
+]

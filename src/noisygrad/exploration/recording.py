@@ -1,0 +1,139 @@
+"""What happened in a rollout, with the observation that truly followed each action.
+
+A vector environment begins a new episode by itself, and returns its first observation in place of the last one of the
+old. `Recorder` keeps the last one, and everything else a bonus or a baseline may ask for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper
+
+from noisygrad.exploration.supported import require_box, require_finite
+
+Array = NDArray[np.float32]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transitions:
+    """A rollout of `copies` environments, `steps` actions each: arrays `[steps, copies, ...]`."""
+
+    observations: Array
+    actions: Array
+    """As the environment got them: clipped to its bounds."""
+    next_observations: Array
+    rewards: Array
+    dones: NDArray[np.bool_]
+    """Whether the action was an episode's last."""
+    times: NDArray[np.int64]
+    """How many actions of its episode came before."""
+    last_observations: Array
+    """Where the next rollout goes on, `[copies, d]`."""
+    last_times: NDArray[np.int64]
+    """And when, `[copies]`."""
+    returns: tuple[float, ...]
+    """The sum of rewards of each episode that ended in this rollout; it may have begun in an earlier one."""
+
+    def __len__(self) -> int:
+        """How many actions there are."""
+        return self.rewards.size
+
+    def flat(self) -> tuple[Array, Array, Array]:
+        """Observations, actions and next observations as rows."""
+        rows = (self.observations, self.actions, self.next_observations)
+        first, second, third = (part.reshape(len(self), -1) for part in rows)
+        return first, second, third
+
+
+class Recorder(VecEnvWrapper):
+    """A vector environment that keeps what happens in it until `take` is called.
+
+    Raises:
+        TypeError: Its observations or actions are not in a Box.
+    """
+
+    def __init__(self, venv: VecEnv) -> None:
+        super().__init__(venv)
+        require_box(venv.observation_space, venv.action_space)
+        self._observations: Array | None = None
+        self._actions: Array | None = None
+        self._times = np.zeros(self.num_envs, dtype=np.int64)
+        self._sums = np.zeros(self.num_envs, dtype=np.float64)
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget what is recorded; the episodes go on."""
+        self._kept: list[tuple[NDArray[Any], ...]] = []
+        self._returns: list[float] = []
+
+    def reset(self) -> Array:
+        """Begin new episodes; what is recorded is forgotten."""
+        self._observations = cast(Array, self.venv.reset())
+        require_finite("observations", self._observations)
+        self._times[:] = 0
+        self._sums[:] = 0.0
+        self.discard()
+        return self._observations
+
+    def step_async(self, actions: Array) -> None:
+        """Hand the actions on."""
+        self._actions = np.array(actions)
+        self.venv.step_async(actions)
+
+    def step_wait(self) -> tuple[Array, Array, NDArray[np.bool_], list[dict[str, Any]]]:
+        """The results, as the environment gives them.
+
+        Raises:
+            ValueError: An observation or a reward is NaN or infinite.
+        """
+        given, rewards, dones, infos = self.venv.step_wait()
+        observations = cast(Array, given)
+        if self._observations is None or self._actions is None:
+            raise RuntimeError("call reset() before step()")
+        following = observations
+        ended = np.flatnonzero(dones)
+        if len(ended):
+            following = observations.copy()
+            for copy in ended:
+                following[copy] = infos[copy]["terminal_observation"]
+        require_finite("observations", following)
+        require_finite("rewards", rewards)
+        # stable-baselines3 adds values to the rewards it is given, in place.
+        self._kept.append((self._observations, self._actions, following, rewards.copy(), dones, self._times.copy()))
+        self._times += 1
+        self._sums += rewards
+        if len(ended):
+            self._returns += self._sums[ended].tolist()
+            self._times[ended] = 0
+            self._sums[ended] = 0.0
+        self._observations = observations
+        return observations, rewards, dones, infos
+
+    def take(self) -> Transitions:
+        """All since the last call, in order.
+
+        Raises:
+            RuntimeError: Nothing has happened since.
+        """
+        if not self._kept or self._observations is None:
+            raise RuntimeError("nothing was recorded: step the environment first")
+        observations, actions, following, rewards, dones, times = (
+            np.stack(part) for part in zip(*self._kept, strict=True)
+        )
+        taken = Transitions(
+            observations=observations,
+            actions=actions,
+            next_observations=following,
+            rewards=rewards.astype(np.float32),
+            dones=dones,
+            times=times,
+            last_observations=self._observations,
+            last_times=self._times.copy(),
+            returns=tuple(self._returns),
+        )
+        self.discard()
+        return taken
