@@ -29,6 +29,8 @@ ACQUISITIONS = 9
 METHODS_HERE = ("PBP", "NNG-FFG", "NNG-MVG", "NNG-BlkTri", "HMC")
 RANDOM, ACTIVE = "random", "active"
 _SAMPLES = 1000
+_TRAINING_SAMPLES = 4
+"""Weight samples of a step, fewer than in the other experiment: there are eight times as many networks."""
 _CHUNK = 500
 """So many points of the pool are looked at together."""
 # Shorter chains than those that others are judged by: they are run eighty at a time, ten times over.
@@ -62,8 +64,10 @@ def plan(
         trial(load_table(name, data_dir), 0, ACQUISITIONS)
         for method in methods:
             config = _method(method).config | {"seed": seed, "acquisitions": ACQUISITIONS}
-            if "epochs" in config:
-                config |= {"test_samples": _SAMPLES} | ({} if epochs is None else {"epochs": epochs})
+            if "mc_samples" in config:
+                config |= {"mc_samples": _TRAINING_SAMPLES, "test_samples": _SAMPLES}
+            if epochs is not None and "epochs" in config:
+                config |= {"epochs": epochs}
             jobs.append(Job(data=name, method=method, replicates=tuple(range(trials)), config=config))
     return jobs
 
