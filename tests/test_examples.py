@@ -38,6 +38,13 @@ def test_continual_learning_remembers_with_the_posterior_as_prior():
     assert min(float(new), float(learned)) > 0.85
 
 
+def test_active_learning_beats_chance():
+    rows = re.findall(r"^(?:random|suggest)((?: +[\d.]+){4})$", run("active_learning.py"), re.MULTILINE)
+    by_chance, suggested = ([float(value) for value in row.split()] for row in rows)
+    assert by_chance[0] == suggested[0]
+    assert suggested[-1] < 0.8 * by_chance[-1]
+
+
 def test_the_readme_does_what_it_says(tmp_path):
     readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
     program = tmp_path / "readme.py"

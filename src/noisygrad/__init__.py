@@ -10,7 +10,7 @@ prediction = optimizer.posterior().predict(x)
 
 from typing import TYPE_CHECKING, Any
 
-from noisygrad import metrics, networks
+from noisygrad import active, metrics, networks
 from noisygrad.families.factorisation import FactorisationError
 from noisygrad.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
 from noisygrad.optim import NoisyAdam, NoisyBlockTridiagonal, NoisyFull, NoisyKFAC, NoisyOptimizer, NonFiniteError
@@ -41,6 +41,7 @@ __all__ = [
     "Poisson",
     "Posterior",
     "Prediction",
+    "active",
     "load_posterior",
     "metrics",
     "networks",

@@ -47,8 +47,6 @@ _OUTPUTS_AT_ONCE = 1 << 22
 """How many outputs (weight samples × rows × outputs) are predicted at a time, to bound memory."""
 _CACHED_WEIGHTS = 1 << 24
 """Weight samples are kept between predictions up to so many numbers."""
-
-
 _MANY_THREADS_FROM = 1 << 23
 """Rows × weights from which on several threads predict faster than one."""
 
@@ -179,12 +177,12 @@ class _NoisyEstimator(BaseEstimator):  # type: ignore[misc]
             beyond > 0, np.sign(standardised) * (_LINEAR_TO + np.log1p(np.maximum(beyond, 0))), standardised
         )
 
-    def _outputs(self, X: ArrayLike) -> Iterator[Tensor]:
+    def _outputs(self, X: ArrayLike, num_samples: int | None = None) -> Iterator[Tensor]:
         """The network's outputs for all rows, `[samples, rows, outputs]`, a part at a time."""
         check_is_fitted(self)
         checked = _checked_inputs(self, X, reset=False)
         x = torch.from_numpy(self._standardised(checked)).to(torch.device(self.device))
-        samples, outputs = int(self.num_samples), self.posterior_.structure.units[-1].outputs
+        samples, outputs = int(num_samples or self.num_samples), self.posterior_.structure.units[-1].outputs
         for part in x.split(max(1, _OUTPUTS_AT_ONCE // (samples * outputs))):
             yield self._draws.outputs(part, samples)
 
@@ -287,9 +285,12 @@ class NoisyRegressor(MultiOutputMixin, RegressorMixin, _NoisyEstimator):  # type
         found = [self._prediction(outputs).quantile(levels) for outputs in self._outputs(X)]
         return _array(torch.cat(found, dim=levels.ndim))
 
-    def predict_distribution(self, X: ArrayLike) -> RegressionPrediction:
-        """All that the model says of X, in the targets' units: moments, intervals, quantiles, `log_prob(y)`."""
-        return self._prediction(torch.cat(list(self._outputs(X)), dim=1))
+    def predict_distribution(self, X: ArrayLike, num_samples: int | None = None) -> RegressionPrediction:
+        """All that the model says of X, in the targets' units: moments, intervals, quantiles, `log_prob(y)`.
+
+        `num_samples` draws of the weights stand in for the estimator's own number of them.
+        """
+        return self._prediction(torch.cat(list(self._outputs(X, num_samples)), dim=1))
 
     def _prediction(self, outputs: Tensor) -> RegressionPrediction:
         likelihood = self.posterior_.likelihood
@@ -359,9 +360,9 @@ class NoisyClassifier(ClassifierMixin, _NoisyEstimator):  # type: ignore[misc]
         """Probabilities `[rows, classes]`, in the order of `classes_`."""
         return _array(torch.cat([CategoricalPrediction(outputs).probs for outputs in self._outputs(X)]))
 
-    def predict_distribution(self, X: ArrayLike) -> CategoricalPrediction:
-        """All that the model says of X: probabilities, entropy and so on; a class is its place in `classes_`."""
-        return CategoricalPrediction(torch.cat(list(self._outputs(X)), dim=1))
+    def predict_distribution(self, X: ArrayLike, num_samples: int | None = None) -> CategoricalPrediction:
+        """All that the model says of X, as of the regressor; a class is its place in `classes_`."""
+        return CategoricalPrediction(torch.cat(list(self._outputs(X, num_samples)), dim=1))
 
 
 def _checked_inputs(estimator: _NoisyEstimator, X: ArrayLike, y: Any = "no_validation", **options: Any) -> Any:
