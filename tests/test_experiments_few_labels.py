@@ -153,6 +153,22 @@ def test_both_ways_start_from_the_same_network() -> None:
     assert ways[0][0] == pytest.approx(ways[1][0], rel=1e-4)
 
 
+def test_a_batch_is_chosen_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    real = few_labels.DrawnFit.batch
+
+    def counted(self: few_labels.DrawnFit, x: torch.Tensor, network: int, count: int) -> list[int]:
+        found = real(self, x, network, count)
+        asked.append(count)
+        assert len(set(found)) == count
+        return found
+
+    monkeypatch.setattr(few_labels.DrawnFit, "batch", counted)
+    (cell,) = active_learning.run_job(job("NNG-MVG/batch", trials=1, experiment=active_learning), quiet)
+    assert asked == [3, 3, 3]
+    assert len(cell.metrics["rmse_active_by_round"]) == 10
+
+
 def test_nothing_to_choose_by_is_said() -> None:
     class Same:
         def moments(self, x: torch.Tensor, only: slice = few_labels.EVERY) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,13 +20,25 @@ from noisygrad.baselines.hmc import HMCSettings
 from noisygrad.data import Table, load_table, standardised
 from noisygrad.experiments.cells import Cell, Job
 from noisygrad.experiments.environment import device_name
-from noisygrad.experiments.few_labels import DATA, METHODS, Config, FewPoints, Fitted, Hamiltonian, Method, trial
+from noisygrad.experiments.few_labels import (
+    DATA,
+    METHODS,
+    Config,
+    DrawnFit,
+    FewPoints,
+    Fitted,
+    Hamiltonian,
+    Method,
+    trial,
+)
 from noisygrad.training.threads import one_thread
 
 EXPERIMENT = "active-learning"
 TRIALS = 40
 ACQUISITIONS = 9
-METHODS_HERE = ("PBP", "NNG-FFG", "NNG-MVG", "NNG-BlkTri", "HMC")
+BATCH = "/batch"
+"""A method with this suffix acquires three points at a time: those that tell most together."""
+METHODS_HERE = ("PBP", "NNG-FFG", "NNG-MVG", "NNG-BlkTri", f"NNG-MVG{BATCH}", "HMC")
 RANDOM, ACTIVE = "random", "active"
 _SAMPLES = 1000
 _TRAINING_SAMPLES = 4
@@ -42,7 +54,7 @@ __all__ = ["ACQUISITIONS", "DATA", "EXPERIMENT", "METHODS_HERE", "TRIALS", "plan
 
 
 def _method(name: str) -> Method:
-    return Hamiltonian(_HMC) if name == "HMC" else METHODS[name]
+    return Hamiltonian(_HMC) if name == "HMC" else METHODS[name.removesuffix(BATCH)]
 
 
 def plan(
@@ -64,6 +76,7 @@ def plan(
         trial(load_table(name, data_dir), 0, ACQUISITIONS)
         for method in methods:
             config = _method(method).config | {"seed": seed, "acquisitions": ACQUISITIONS}
+            config["at_once"] = 3 if method.endswith(BATCH) else 1
             if "mc_samples" in config:
                 config |= {"mc_samples": _TRAINING_SAMPLES, "test_samples": _SAMPLES}
             if epochs is not None and "epochs" in config:
@@ -77,7 +90,7 @@ def run_job(job: Job, report: Report, *, data_dir: str | None = None, device: st
     start = time.perf_counter()
     table = load_table(job.data, data_dir)
     with one_thread(device == "cpu"):
-        race = _Race.start(table, job.replicates, job.config["seed"])
+        race = _Race.start(table, job.replicates, job.config["seed"], job.config["at_once"])
         method = _method(job.method)
         rounds = job.config["acquisitions"] + 1
         figures: dict[str, list[Tensor]] = {"rmse": []}
@@ -135,9 +148,12 @@ class _Race:
     x: Tensor
     y: Tensor
     scale: float
+    at_once: int
+    waiting: list[list[int]]
+    """Rows that those who choose by variance have chosen and not yet got."""
 
     @classmethod
-    def start(cls, table: Table, trials: Sequence[int], seed: int) -> _Race:
+    def start(cls, table: Table, trials: Sequence[int], seed: int, at_once: int = 1) -> _Race:
         chosen = [trial(table, number, ACQUISITIONS) for number in trials]
         rows = np.stack([each.labelled for each in chosen])
         everything = np.arange(table.rows)
@@ -153,6 +169,8 @@ class _Race:
             torch.from_numpy(data.x_train[0]),
             torch.from_numpy(data.y_train[0]),
             float(data.y_std[0]),
+            at_once,
+            [[] for _ in trials],
         )
 
     def labelled(self) -> tuple[Tensor, Tensor]:
@@ -167,12 +185,25 @@ class _Race:
         return errors.square().mean(-1).sqrt() * self.scale
 
     def acquire(self, fitted: Fitted) -> None:
-        """A point of the pool for each: the first of its order, or that of the largest variance."""
+        """A point of the pool for each: the first of its order, or the next that it has chosen."""
         half = len(self.trials)
-        places = [0] * half + self._variances(fitted, slice(half, None)).argmax(-1).tolist()
-        taken = np.array([pool[place] for pool, place in zip(self.pools, places, strict=True)])
-        self.pools = [np.delete(pool, place) for pool, place in zip(self.pools, places, strict=True)]
-        self.rows = np.concatenate([self.rows, taken[:, None]], axis=1)
+        if not all(self.waiting):
+            self.waiting = self._chosen(fitted)
+        taken = [pool[0] for pool in self.pools[:half]] + [rows.pop(0) for rows in self.waiting]
+        self.pools = [pool[pool != row] for pool, row in zip(self.pools, taken, strict=True)]
+        self.rows = np.concatenate([self.rows, np.array(taken)[:, None]], axis=1)
+
+    def _chosen(self, fitted: Fitted) -> list[list[int]]:
+        """Rows of the pool for each of those who choose: that of the largest variance, or a batch."""
+        half = len(self.trials)
+        variance = self._variances(fitted, slice(half, None))
+        if self.at_once == 1:
+            places = variance.argmax(-1, keepdim=True).tolist()
+        else:
+            assert isinstance(fitted, DrawnFit)
+            pools = enumerate(self.pools[half:], start=half)
+            places = [fitted.batch(self.x[pool], network, self.at_once) for network, pool in pools]
+        return [[int(pool[k]) for k in some] for pool, some in zip(self.pools[half:], places, strict=True)]
 
     def _variances(self, fitted: Fitted, only: slice) -> Tensor:
         """Of every point of these pools, `[r, pool]`."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from noisygrad.baselines.hmc import HMC, HMCPosterior, HMCSettings
 from noisygrad.baselines.pbp import PBP
 from noisygrad.data.tables import Table
+from noisygrad.joint_information import GaussianBatch, greedy
 from noisygrad.likelihoods import Gaussian
 from noisygrad.networks import MLP
 from noisygrad.training.learner import Learner
@@ -103,6 +104,13 @@ class DrawnFit:
         x = x.to(device=self.learner.device, dtype=self.learner.dtype)
         outputs = self.learner.outputs(x, self.weights[only]).squeeze(-1)
         return outputs.mean(0), outputs.var(0)
+
+    def batch(self, x: Tensor, network: int, count: int) -> list[int]:
+        """Which of the points x `[n, inputs]` tell one network most when they are labelled together."""
+        x = x.to(device=self.learner.device, dtype=self.learner.dtype)
+        functions = self.learner.outputs(x[None], self.weights[network : network + 1]).squeeze(-1).squeeze(1)
+        noise = self.learner.likelihood.noise_variance[network]
+        return greedy(GaussianBatch(functions.double(), noise.double()), count, tolerance=0.0)[0].tolist()
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Those of the learner."""

@@ -18,7 +18,7 @@ from noisygrad.report.provenance import add_environment, add_failures, add_setti
 from noisygrad.report.study import Study
 from noisygrad.report.tables import ComparisonTable, Entry
 
-ORDER = ("PBP", "NNG-FFG", "NNG-MVG", "NNG-BlkTri", "NNG-full", "NNG-MVG/exact", "ridge", "HMC")
+ORDER = ("PBP", "NNG-FFG", "NNG-MVG", "NNG-BlkTri", "NNG-full", "NNG-MVG/exact", "NNG-MVG/batch", "ridge", "HMC")
 LOG_CORRELATION = Metric(key="log_correlation", title="correlation of log variances with HMC's", better="highest")
 RATIO = Metric(key="ratio", title="median ratio of variances to HMC's", better="highest")
 _LARGEST_RHAT = 1.01
