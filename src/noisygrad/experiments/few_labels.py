@@ -275,6 +275,8 @@ METHODS: dict[str, Method] = {
     "NNG-BlkTri": _noisy(family="tridiagonal", factor_every=20),
     "NNG-full": _noisy(family="full", factor_every=20),
     "NNG-MVG/exact": _noisy(family="kronecker", damping_mode="exact", factor_every=20),
+    "NNG-MVG/lambda=1.4": _noisy(family="kronecker", kl_weight=1.4),
+    "NNG-BlkTri/lambda=1.4": _noisy(family="tridiagonal", factor_every=20, kl_weight=1.4),
     "ridge": RidgeLeverage(),
 }
 

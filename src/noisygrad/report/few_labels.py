@@ -18,7 +18,8 @@ from noisygrad.report.provenance import add_environment, add_failures, add_setti
 from noisygrad.report.study import Study
 from noisygrad.report.tables import ComparisonTable, Entry
 
-ORDER = ("PBP", "NNG-FFG", "NNG-MVG", "NNG-BlkTri", "NNG-full", "NNG-MVG/exact", "NNG-MVG/batch", "ridge", "HMC")
+_BEYOND = ("NNG-full", "NNG-MVG/exact", "NNG-MVG/lambda=1.4", "NNG-BlkTri/lambda=1.4", "NNG-MVG/batch", "ridge")
+ORDER = ("PBP", "NNG-FFG", "NNG-MVG", "NNG-BlkTri", *_BEYOND, "HMC")
 LOG_CORRELATION = Metric(key="log_correlation", title="correlation of log variances with HMC's", better="highest")
 RATIO = Metric(key="ratio", title="median ratio of variances to HMC's", better="highest")
 _LARGEST_RHAT = 1.01
