@@ -41,11 +41,11 @@ def correlation_table(
 ) -> ComparisonTable:
     """One figure of each method on each data set, over the paper's where it has one."""
     trials = hmc_correlation.TRIALS
+    beside = "; below it, where there is one, the paper's figure" if metric is CORRELATION else ""
     return ComparisonTable(
         columns=methods,
         rows={name: [entry(study, method, name, metric, trials, "trials") for method in methods] for name in data},
-        caption=f"{metric.title[:1].upper()}{metric.title[1:]}, mean ± standard error over {trials} trials; below it, "
-        "where there is one, the paper's figure",
+        caption=f"{metric.title[:1].upper()}{metric.title[1:]}, mean ± standard error over {trials} trials{beside}",
         legend=legend,
     )
 

@@ -32,6 +32,8 @@ _COLOURS = {
     "NNG-FFG": ORANGE,
     "NNG-MVG": BLUE,
     "NNG-MVG/exact-damping": GREEN,
+    "NNG-BlkTri": GREEN,
+    "HMC": INK,
     "PBP_MV": PURPLE,
     "VMG": GREEN,
     "SGD": colour_of("point"),
@@ -299,7 +301,9 @@ def variance_scatter(panels: Mapping[str, Mapping[str, tuple[Sequence[float], Se
         axes.minorticks_off()
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
-    figure.supxlabel("variance of HMC")
-    figure.supylabel("variance of the method")
+    for axes in grid[max(0, len(panels) - columns) : len(panels)]:
+        axes.set_xlabel("variance of HMC")
+    for axes in grid[: len(panels) : columns]:
+        axes.set_ylabel("of the method")
     figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=len(handles))
     return figure
