@@ -205,6 +205,18 @@ def test_bad_input_is_named() -> None:
         hmc.fit(good[0], ng.Gaussian(noise_prior=None), good[2])
     with pytest.raises(ValueError, match="as many examples"):
         hmc.fit(*good[:2], (x, y[:4]))
+    with pytest.raises(ValueError, match="shape"):
+        hmc.fit(*good[:2], (x, y[:, 0]))  # would be compared with every output
+    with pytest.raises(ValueError, match="cannot take such inputs"):
+        hmc.fit(*good[:2], (x[:, :1], y))
+    with pytest.raises(ValueError, match="labels"):
+        hmc.fit(nn.Linear(2, 3), ng.Categorical(), (x, torch.tensor([0, 1, 2, 3, 1])))
+    with pytest.raises(TypeError, match="must be tensors"):
+        hmc.HMC(*good[:2]).fit(x[None].numpy(), y[None])
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1))
+    tied[1].bias = tied[0].bias
+    with pytest.raises(ValueError, match="not supported"):
+        hmc.fit(tied, *good[1:])
     with pytest.raises(ValueError, match="targets have NaN"):
         hmc.fit(*good[:2], (x, y * math.nan))
     with pytest.raises(ValueError, match="2 chains"):

@@ -48,9 +48,10 @@ def test_ridge_is_its_formula() -> None:
     x = torch.randn(3, 4, 2, dtype=torch.float64)
     mean, variance = fitted.moments(x)
     for index in range(3):
-        inverse = torch.linalg.inv(data.x[index].T @ data.x[index] + torch.eye(2))
-        torch.testing.assert_close(variance[index], (x[index] @ inverse * x[index]).sum(-1))
-        torch.testing.assert_close(mean[index], (x[index] @ inverse @ data.x[index].T @ data.y[index]).squeeze(-1))
+        seen, asked = (torch.cat([part[index], torch.ones(len(part[index]), 1)], 1) for part in (data.x, x))
+        inverse = torch.linalg.inv(seen.T @ seen + torch.eye(3))
+        torch.testing.assert_close(variance[index], (asked @ inverse * asked).sum(-1))
+        torch.testing.assert_close(mean[index], (asked @ inverse @ seen.T @ data.y[index]).squeeze(-1))
     torch.testing.assert_close(fitted.moments(x[1:2], slice(1, 2))[1], variance[1:2])
 
 
@@ -120,15 +121,16 @@ def test_variances_are_compared_trial_by_trial() -> None:
     assert metrics["ratio"] == pytest.approx((2.0 + 0.5) / 2)
     logs = np.corrcoef(np.log(one), np.log(truth))[0, 1]
     assert metrics["log_correlation"] == pytest.approx((logs + 1.0) / 2)
-    with pytest.raises(ValueError, match="nothing to correlate"):
-        hmc_correlation.compare([made("HMC", [truth]), made("NNG-MVG", [[1.0, 1.0, 1.0]])])
+    for useless in ([1.0, 1.0, 1.0], [0.0, 1.0, 2.0]):
+        (failed,) = hmc_correlation.compare([made("HMC", [truth]), made("NNG-MVG", [useless])])
+        assert "nothing to correlate" in str(failed.error)
 
 
 def test_a_race_takes_the_point_of_the_largest_variance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(active_learning, "_CHUNK", 37)
     cells = active_learning.run_job(job("ridge", experiment=active_learning), quiet)
     table = load_table("diabetes")
-    x = (table.x - table.x.mean(0)) / table.x.std(0)
+    x = np.column_stack([(table.x - table.x.mean(0)) / table.x.std(0), np.ones(table.rows)])
     y = (table.y - table.y.mean()) / table.y.std()
     rows, pool, test = (getattr(trial(table, 1), name).tolist() for name in ("labelled", "pool", "others"))
     curve = []
@@ -180,7 +182,7 @@ def test_nothing_to_choose_by_is_said() -> None:
 
 
 @pytest.mark.parametrize("command", ["hmc-correlation", "active-learning"])
-def test_the_command_keeps_what_it_has(command: str, tmp_path: Path) -> None:
+def test_the_command_keeps_what_it_has(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     method = {"hmc-correlation": "ridge", "active-learning": "PBP"}[command]
     options = ["reproduce", command, "--data", "yacht", "--methods", method, "--trials", "2", "--epochs", "1"]
     runner = CliRunner()
@@ -188,6 +190,8 @@ def test_the_command_keeps_what_it_has(command: str, tmp_path: Path) -> None:
     assert first.exit_code == 0, first.output
     cells = Results(tmp_path, command).load()
     assert len(cells) == 2
+    experiment = {"hmc-correlation": hmc_correlation, "active-learning": active_learning}[command]
+    monkeypatch.setattr(experiment, "run_job", lambda *args, **kwargs: pytest.fail("it is there already"))
     again = runner.invoke(app, [*options, "--results", str(tmp_path)])
     assert again.exit_code == 0
     assert Results(tmp_path, command).load() == cells

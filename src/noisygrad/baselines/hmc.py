@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from noisygrad.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
+from noisygrad.posterior.weights import evaluating
 from noisygrad.predictions import Prediction, RegressionPrediction
 from noisygrad.priors import PriorVariance, check_patterns, check_prior_variance, is_improper, prior_precision
 
@@ -145,7 +146,8 @@ class HMC:
             leapfrog_steps=chosen.leapfrog_steps,
             target_accept=chosen.target_accept,
         )
-        return Sampler(self._potential(as_jax(self.model)), schedule)
+        self._network = as_jax(self.model)
+        return Sampler(self._potential(self._network), schedule)
 
     def _potential(self, network: Callable[..., Any]) -> Potential:
         import jax.numpy as jnp
@@ -183,16 +185,17 @@ class HMC:
         `weight` `[R, N]` is 1 for an example and 0 for padding, so that sets of different sizes can have one shape.
         """
         _check_data(x, y, weight)
+        weight = torch.ones(x.shape[:2]) if weight is None else weight
+        x, y, weight, at = (part.cpu() for part in (x, y, weight, x if at is None else at))
+        self._check_outputs(x, y, weight, at)
         say = report or (lambda done, word: None)
         count, chosen = x.shape[0], self.settings
-        weight = torch.ones(x.shape[:2]) if weight is None else weight
         data = tuple(_array(part) for part in (x, y, weight))
         generators = [np.random.default_rng([seed, index]) for index in range(count)]
         shape = (chosen.chains, len(self._precision))
         # From the prior, but not further than where weights are usually looked for.
         spread = np.minimum(1.0, self._precision**-0.5)
         first = np.stack([generator.standard_normal(shape) for generator in generators]) * spread
-        at = x if at is None else at
         with _double():
             self._sampler.start(data, first, seed)
             self._sampler.warm_up(lambda done: say(0.2 * done, "warming up"))
@@ -208,6 +211,28 @@ class HMC:
                 found = self._posteriors(draws, x, y, weight, at)
             acceptance = self._sampler.acceptance
         return [replace(posterior, acceptance=acceptance) for posterior in found]
+
+    @torch.no_grad()
+    def _check_outputs(self, x: Tensor, y: Tensor, weight: Tensor, at: Tensor) -> None:
+        """The targets against the network's outputs, and the translated network against the network."""
+        own = {name: parameter.detach().cpu().double() for name, parameter in self.model.named_parameters()}
+        with evaluating(self.model):
+            try:
+                right = functional_call(self.model, own, (_wide(at[0]),))
+                outputs = [functional_call(self.model, own, (_wide(inputs),)) for inputs in x]
+            except RuntimeError as error:
+                raise ValueError(f"the model cannot take such inputs: {error}") from error
+        for output, target, own_weight in zip(outputs, y, weight, strict=True):
+            self.likelihood.check(output[own_weight > 0], target[own_weight > 0])
+        with _double():
+            try:
+                found = np.asarray(self._network({name: part.numpy() for name, part in own.items()}, _array(at[0])))
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{type(self.model).__name__} is written in a way that is not supported: {error!r}"
+                ) from error
+        if found.shape != tuple(right.shape) or not np.allclose(found, right.numpy(), rtol=1e-6, atol=1e-9):
+            raise ValueError(f"{type(self.model).__name__} is not supported: translated, it computes something else")
 
     def _posteriors(
         self, draws: np.ndarray[Any, Any], x: Tensor, y: Tensor, weight: Tensor, at: Tensor
@@ -271,22 +296,16 @@ class HMCPosterior:
         """The network's raw outputs `[num_samples, N, ...]` for draws spread evenly over all chains; None takes all."""
         chosen = self._chosen(num_samples)
         model = self.model
-        # In evaluation mode without touching the model's own: layers with a mode have no effect in it here.
-        training = {module: module.training for module in model.modules()}
-        model.eval()
 
         def one(weights: dict[str, Tensor], part: Tensor) -> Tensor:
             output: Tensor = functional_call(model, weights, (part,))
             return output
 
-        try:
-            wide = x.double() if x.is_floating_point() else x
-            parts = wide.split(batch_size) if batch_size is not None else (wide,)
+        wide = _wide(x.cpu())
+        parts = wide.split(batch_size) if batch_size is not None else (wide,)
+        with evaluating(model):
             pieces = [vmap(one, in_dims=(0, None), chunk_size=2000)(chosen, part) for part in parts]
-            return torch.cat(pieces, dim=1)
-        finally:
-            for module, mode in training.items():
-                module.training = mode
+        return torch.cat(pieces, dim=1)
 
     def predict(
         self,
@@ -342,6 +361,8 @@ def _check_likelihood(likelihood: Likelihood) -> None:
 
 
 def _check_data(x: Tensor, y: Tensor, weight: Tensor | None) -> None:
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        raise TypeError(f"inputs and targets must be tensors; got {type(x).__name__} and {type(y).__name__}")
     if x.shape[:2] != y.shape[:2] or (weight is not None and weight.shape != x.shape[:2]):
         shapes = [list(part.shape) for part in (x, y, weight) if part is not None]
         raise ValueError(f"inputs and targets must have as many examples; got the shapes {shapes}")
@@ -352,8 +373,12 @@ def _check_data(x: Tensor, y: Tensor, weight: Tensor | None) -> None:
             raise ValueError(f"the {name} have NaN or infinite values")
 
 
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
 def _array(tensor: Tensor) -> np.ndarray[Any, Any]:
-    found: np.ndarray[Any, Any] = (tensor.double() if tensor.is_floating_point() else tensor).cpu().numpy()
+    found: np.ndarray[Any, Any] = _wide(tensor).cpu().numpy()
     return found
 
 

@@ -235,15 +235,16 @@ class Hamiltonian:
 
 @dataclass(frozen=True)
 class RidgeFit:
-    """Variances of a linear model with unit noise and unit prior: xᵀ (XᵀX + I)⁻¹ x."""
+    """Variances of a linear model with unit noise and unit prior: xᵀ (XᵀX + I)⁻¹ x, x with a constant 1."""
 
     precision: Tensor
     weights: Tensor
 
     def moments(self, x: Tensor, only: slice = EVERY) -> tuple[Tensor, Tensor]:
         """In closed form."""
-        solved = torch.linalg.solve(self.precision[only], x.double().mT)
-        return (x.double() @ self.weights[only]).squeeze(-1), (x.double().mT * solved).sum(-2)
+        x = _with_constant(x)
+        solved = torch.linalg.solve(self.precision[only], x.mT)
+        return (x @ self.weights[only]).squeeze(-1), (x.mT * solved).sum(-2)
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Nothing."""
@@ -258,9 +259,13 @@ class RidgeLeverage:
 
     def fit(self, data: FewPoints, seeds: Sequence[int], config: Config, report: Report) -> RidgeFit:
         """In closed form."""
-        x, y = data.x.double(), data.y.double()
+        x, y = _with_constant(data.x), data.y.double()
         precision = x.mT @ x + config["ridge"] * torch.eye(x.shape[-1], dtype=torch.float64)
         return RidgeFit(precision, torch.linalg.solve(precision, x.mT @ y))
+
+
+def _with_constant(x: Tensor) -> Tensor:
+    return torch.cat([x, torch.ones_like(x[..., :1])], -1).double()
 
 
 def _noisy(**changes: Any) -> Noisy:

@@ -7,8 +7,7 @@ in nats. Conventions: `docs/conventions.md`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from noisygrad.likelihoods import Likelihood
 from noisygrad.posterior.files import save_posterior
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import LARGEST_DENSE, Block, Coverage, Family, Structure, parameter_order
-from noisygrad.posterior.weights import FlatWeights
+from noisygrad.posterior.weights import FlatWeights, evaluating
 from noisygrad.predictions import Prediction
 from noisygrad.priors import FittedPrior
 
@@ -190,7 +189,7 @@ class Posterior:
         """E_q of the negative log-likelihood per datum (not that of the predictive mixture), per replica."""
         draws = [self._as_dict(self._draw(generator)) for _ in range(_positive("num_samples", num_samples))]
         total, count = torch.zeros(self.structure.replicas, device=self._mean.flat.device), 0
-        with self._evaluating():
+        with evaluating(self.model):
             for x, y in loader:
                 for weights in draws:
                     output = self._forward(weights, self._moved(x))
@@ -233,7 +232,7 @@ class Posterior:
         dim = 0 if x.dim() <= 2 else len(self.structure.replicas)
         parts = x.split(_positive("batch_size", batch_size), dim=dim) if batch_size is not None else (x,)
         lead = len(self.structure.replicas)
-        with self._evaluating():
+        with evaluating(self.model):
             draws = []
             for _ in range(num_samples):
                 weights = self._as_dict(self._draw(generator))
@@ -245,17 +244,6 @@ class Posterior:
         if not isinstance(output, Tensor):
             raise TypeError(f"the model must return one tensor, got {type(output).__name__}")
         return output
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Evaluation mode inside; every module's own mode again outside."""
-        modes = {module: module.training for module in self.model.modules()}
-        self.model.eval()
-        try:
-            yield
-        finally:
-            for module, training in modes.items():
-                module.training = training
 
     def _as_dict(self, flat: Tensor) -> dict[str, Tensor]:
         return FlatWeights(self.structure, flat).as_dict()

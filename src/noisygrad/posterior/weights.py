@@ -6,10 +6,11 @@ model is replaced, so optimiser, DDP and compiled code keep the parameters that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from noisygrad.posterior.structure import Structure
 
@@ -97,3 +98,15 @@ class FlatWeights:
         rounded = torch.empty_like(self.flat)
         FlatWeights(self._structure, rounded).load_dict_(self.as_dict())
         return rounded
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; every module's own mode again outside."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

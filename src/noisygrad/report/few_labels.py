@@ -216,6 +216,8 @@ def _curves(page: Page, study: Study) -> None:
         curves: dict[str, list[Curve]] = {}
         for method in study.methods:
             for way, suffix in ((active_learning.ACTIVE, ""), (active_learning.RANDOM, "/random")):
+                if suffix and method.endswith(active_learning.BATCH):
+                    continue  # the same as those of the method itself
                 rows = [cell.metrics[f"rmse_{way}_by_round"] for cell in study.of(method, name) if cell.error is None]
                 lines = [Curve([20.0 + k for k in range(len(row))], row) for row in rows if isinstance(row, list)]
                 if lines:

@@ -218,8 +218,8 @@ def curve_panels(
 ) -> Figure:
     """Panels with a line for each method: the mean of its trainings, and each of them thin behind it.
 
-    Methods without a posterior are dashed, variants of a method dotted. Panels in a row share their scale, unless each
-    has its own.
+    Methods without a posterior are dashed, variants of a method dash-dotted, `…/random` dotted. Panels in a row share
+    their scale, unless each has its own.
 
     Args:
         panels: From left to right, row by row.
@@ -267,7 +267,9 @@ def curve_panels(
 
 def _method_lines(axes: Axes, method: str, curves: Sequence[Curve], position: int) -> Any:
     colour = method_colour(method.split("/", maxsplit=1)[0], position)
-    style: Any = (0, (1, 1.2)) if "/" in method else (0, (5, 2)) if method in _WITHOUT_POSTERIOR else "-"
+    style: Any = (0, (5, 2)) if method in _WITHOUT_POSTERIOR else "-"
+    if "/" in method:
+        style = (0, (1, 1.2)) if method.endswith("/random") else (0, (4, 1.5, 1, 1.5))
     if len(curves) > 1:
         for curve in curves:
             axes.plot(curve.iterations, curve.values, color=colour, ls=style, lw=0.7, alpha=0.45)
