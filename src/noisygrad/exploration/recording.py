@@ -95,8 +95,8 @@ class Tape:
         if self.observations is None:
             raise RuntimeError("call reset() before step()")
         following = observations
-        ended = np.flatnonzero(dones)
-        if len(ended):
+        ended = np.flatnonzero(dones).tolist()
+        if ended:
             following = observations.copy()
             for copy in ended:
                 following[copy] = infos[copy]["terminal_observation"]
@@ -106,7 +106,7 @@ class Tape:
         self._kept.append((self.observations, actions, following, rewards.copy(), dones, self._times.copy()))
         self._times += 1
         self._sums += rewards
-        if len(ended):
+        if ended:
             self._returns += self._sums[ended].tolist()
             self._times[ended] = 0
             self._sums[ended] = 0.0
@@ -123,10 +123,11 @@ class Tape:
         observations, actions, following, rewards, dones, times = (
             np.stack(part) for part in zip(*self._kept, strict=True)
         )
+        # An environment may give float64; all that is learned from it is float32.
         taken = Transitions(
-            observations=observations,
-            actions=actions,
-            next_observations=following,
+            observations=observations.astype(np.float32, copy=False),
+            actions=actions.astype(np.float32, copy=False),
+            next_observations=following.astype(np.float32, copy=False),
             rewards=rewards.astype(np.float32),
             dones=dones,
             times=times,
