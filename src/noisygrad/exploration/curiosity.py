@@ -25,14 +25,14 @@ Array = NDArray[np.float64]
 class GainBonus(Bonus):
     """What each action taught a model of the dynamics.
 
-    The only model of its `Dynamics` is trained here, once enough is new. Where there are several, each bonus fills its
-    pool, and the caller trains all of them at once with `dynamics.train`.
+    The only model of its `Dynamics` is trained here, once enough is new. Where there are several, each bonus only fills
+    its pool, and the caller trains all of them at once with `dynamics.train`.
 
     Args:
         dynamics: The models.
         replica: Which of them is meant.
         pool: What it learns from; one of the paper's sizes by default.
-        train_every: So many new transitions make a training worth while.
+        train_every: So many new transitions make a training worth while; None where the caller trains.
         num_samples: Draws of the weights for the gain.
         covariance: "exact", or "blockwise" as in the paper.
     """
@@ -43,14 +43,17 @@ class GainBonus(Bonus):
         *,
         replica: int = 0,
         pool: ReplayPool | None = None,
-        train_every: int = 1000,
+        train_every: int | None = 1000,
         num_samples: int = 10,
         covariance: CovarianceTerm = "exact",
     ) -> None:
         if not 0 <= replica < dynamics.replicas:
             raise ValueError(f"there are {dynamics.replicas} models, numbered from 0; got replica {replica!r}")
-        if train_every < 1:
-            raise ValueError(f"train_every must be at least 1; got {train_every!r}")
+        if train_every is not None and (train_every < 1 or dynamics.replicas > 1):
+            raise ValueError(
+                f"train_every must be at least 1, and None where models learn together; got {train_every!r} for "
+                f"{dynamics.replicas} models"
+            )
         self.dynamics, self.replica = dynamics, replica
         self.pool = ReplayPool() if pool is None else pool
         self.errors: list[Errors] = []
@@ -72,7 +75,7 @@ class GainBonus(Bonus):
         """Add the rollout to the pool, and train a model that is alone."""
         self.pool.add(transitions)
         self._new += len(transitions)
-        if self.dynamics.replicas == 1 and self.pool.ready and self._new >= self._train_every:
+        if self._train_every is not None and self.pool.ready and self._new >= self._train_every:
             self.dynamics.train([self.pool])
             self._new = 0
 
