@@ -131,6 +131,17 @@ class InformationGain(BaseCallback):
         # Mistakes in the settings should show now, and not when learning begins.
         IntrinsicReward(self._bonus(1, 1, 0), weight=weight)
 
+    @property
+    def bonus(self) -> GainBonus:
+        """The model's pool, and how well it has predicted.
+
+        Raises:
+            RuntimeError: Learning has not begun.
+        """
+        if self.intrinsic is None or not isinstance(self.intrinsic.bonus, GainBonus):
+            raise RuntimeError("there is no model yet: it is made when learning begins")
+        return self.intrinsic.bonus
+
     def _bonus(self, observations: int, actions: int, seed: int) -> GainBonus:
         dynamics = Dynamics(observations, actions, self.settings, [seed])
         return GainBonus(dynamics, pool=ReplayPool(*self._sizes, seed=seed), **self._options)
@@ -177,7 +188,6 @@ class InformationGain(BaseCallback):
         buffer.rewards += bonus.astype(np.float32)
         buffer.compute_returns_and_advantage(self.locals["values"], self.locals["dones"])
         self.logger.record("curiosity/bonus", float(bonus.mean()))
-        assert isinstance(self.intrinsic.bonus, GainBonus)
-        if self.intrinsic.bonus.errors:
-            self.logger.record("curiosity/model_error", self.intrinsic.bonus.errors[-1].model)
-            self.logger.record("curiosity/persistence_error", self.intrinsic.bonus.errors[-1].persistence)
+        if self.bonus.errors:
+            self.logger.record("curiosity/model_error", self.bonus.errors[-1].model)
+            self.logger.record("curiosity/persistence_error", self.bonus.errors[-1].persistence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -46,17 +47,22 @@ def exploration(
     with clear_errors():
         check_backend(backend, scheduler)
         names, asked = chosen(tasks, ITERATIONS), chosen(methods, METHODS, MORE_METHODS)
-        # Says so, where the extra is missing, before anything is computed.
-        try:
-            from noisygrad.experiments import exploration as experiment
-        except ImportError as error:
-            raise ModuleNotFoundError(str(error)) from error
+        _need_extra()
+        from noisygrad.experiments import exploration as experiment
 
         jobs = experiment.plan(names, asked, seeds=seeds, iterations=iterations, seed=seed)
         failed = run_missing(EXPERIMENT, jobs, experiment.run_job, results, backend, workers, scheduler)
         _show(results, names, asked)
     if failed:
         raise typer.Exit(1)
+
+
+def _need_extra() -> None:
+    """Say so before anything is computed, where the extra is missing."""
+    try:
+        importlib.import_module("noisygrad.exploration")
+    except ImportError as error:
+        raise ModuleNotFoundError(str(error)) from error
 
 
 def _show(results: Path, tasks: Sequence[str], methods: Sequence[str]) -> None:
