@@ -54,6 +54,8 @@ from noisygrad.training.threads import one_thread
 _TOGETHER = 10
 """Seeds in a job: what is lost, at most, when a run is stopped."""
 _BATCH = 5000
+_FIRST_SEED = 100
+"""Those before were used to choose the settings of the models."""
 # Seconds of an iteration, for the estimate of the time left.
 _COST = {ALONE: 0.25, NORM: 0.26}
 _MODEL_COST = 0.45
@@ -143,7 +145,7 @@ class _Group:
 
     def __init__(self, job: Job) -> None:
         self.dynamics: Dynamics | None = None
-        seeds = [1000 * job.config["seed"] + replicate for replicate in job.replicates]
+        seeds = [1000 * job.config["seed"] + _FIRST_SEED + replicate for replicate in job.replicates]
         if "model" in job.config:
             self.dynamics = Dynamics(len(TASKS[job.data].largest_observation), 1, MODELS[_model(job.method)], seeds)
         self.pools: list[ReplayPool] = []
@@ -207,8 +209,9 @@ class _Agent:
         found: dict[str, Any] = {"returns": returns, "area": float(np.mean(returns))}
         inner = self.bonus.inner
         if isinstance(inner, GainBonus):
-            found["model_error"] = [errors.model for errors in inner.errors]
-            found["persistence_error"] = [errors.persistence for errors in inner.errors]
+            # Four digits, so that the curves do not fill the file.
+            found["model_error"] = [float(f"{errors.model:.4g}") for errors in inner.errors]
+            found["persistence_error"] = [float(f"{errors.persistence:.4g}") for errors in inner.errors]
         return found | {f"seconds_{part}": total / len(returns) for part, total in self.seconds.items()}
 
 

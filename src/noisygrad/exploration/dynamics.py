@@ -51,9 +51,9 @@ class DynamicsSettings:
 
     fit: NoisySettings | BBBSettings
     """The posterior and its optimiser: noisy natural gradient (diagonal or Kronecker), or Bayes by Backprop."""
-    num_data: int = 500  # N
+    num_data: int = 2500  # N
     """How much the data weigh against the prior; more than the number of transitions is overconfidence."""
-    noise_std: float = 1.0
+    noise_std: float = 0.5
     """Of the standardised next observations, fixed."""
     hidden: tuple[int, ...] = (32,)
     updates: int = 500
@@ -80,18 +80,24 @@ class DynamicsSettings:
 
 
 def _noisy(**changes: object) -> NoisySettings:
-    chosen: dict[str, object] = {"prior_variance": 0.25, "momentum": 0.0, "kl_clip": 1e-3, "factor_every": 10}
+    chosen: dict[str, object] = {
+        "lr": 0.03,
+        "prior_variance": 0.25,
+        "momentum": 0.0,
+        "kl_clip": 1e-3,
+        "factor_every": 10,
+    }
     return NoisySettings(**(chosen | changes))  # type: ignore[arg-type]
 
 
 def _as_released(**changes: object) -> NoisySettings:
-    return _noisy(forget_start=False, kl_clip=None, factor_every=1, **changes)
+    return _noisy(lr=0.01, forget_start=False, kl_clip=None, factor_every=1, **changes)
 
 
 MODELS: dict[str, DynamicsSettings] = {
     "NNG-MVG": DynamicsSettings(fit=_noisy(family="kronecker")),
     "NNG-FFG": DynamicsSettings(fit=_noisy(family="diagonal")),
-    "BBB": DynamicsSettings(fit=BBBSettings(lr=3e-3, prior_variance=0.25, initial_std=0.05)),
+    "BBB": DynamicsSettings(fit=BBBSettings(lr=0.01, prior_variance=0.25, initial_std=0.05)),
     # The released code's likelihood is a mean over the batch for NNG, so that N is its number of batches, and a sum for
     # BBB, so that N is ten times that.
     "NNG-MVG/released": DynamicsSettings(fit=_as_released(family="kronecker"), num_data=5, noise_std=5.0),
