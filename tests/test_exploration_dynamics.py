@@ -97,7 +97,7 @@ def test_blockwise_is_another_gain_of_a_kronecker_posterior_alone():
     exact._streams.test[0].set_state(state)
     second, _ = exact.gain(0, seen, covariance="blockwise")
     assert (second > 0).all()
-    assert not np.allclose(first, second)
+    assert not np.allclose(first, second, rtol=1e-2, atol=0.0)
     diagonal = Dynamics(2, 1, small("BBB"), seeds=[0])
     with pytest.raises(RuntimeError, match="learned nothing yet"):
         diagonal.gain(0, seen)

@@ -67,14 +67,14 @@ def perceptron_sensitivities(
     draws = weights.unsqueeze(0)
     below, outputs = network.forward(draws, inputs.unsqueeze(0))
     gradients = network.backward(draws, below, (targets - outputs) / noise_std**2)
+    rows = [part.squeeze(0).transpose(0, 1).contiguous() for part in below]
     # The Fisher of the outputs is I / noise_std²: the columns of its root are unit vectors, for every example.
-    columns = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device) / noise_std
-    found = [network.backward(draws, below, column.expand_as(outputs))[:-1] for column in columns]
-    roots = [*(torch.stack(parts, -2) for parts in zip(*found, strict=True)), columns[None, None, None]]
-    with_constant = [F.pad(rows, (0, 1), value=1.0) for rows in below]
+    roots = [torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)[None, None] / noise_std]
+    for matrix, under in zip(network.matrices(weights)[:0:-1], rows[:0:-1], strict=True):
+        roots.append((roots[-1] @ matrix[..., :-1]) * (under > 0).unsqueeze(-2))
     return [
-        Sensitivity(*(part.squeeze(0).transpose(0, 1) for part in parts))
-        for parts in zip(with_constant, gradients, roots, strict=True)
+        Sensitivity(F.pad(row, (0, 1), value=1.0), gradient.squeeze(0).transpose(0, 1), root)
+        for row, gradient, root in zip(rows, gradients, reversed(roots), strict=True)
     ]
 
 
