@@ -45,6 +45,14 @@ def test_active_learning_beats_chance():
     assert suggested[-1] < 0.8 * by_chance[-1]
 
 
+def test_curiosity_finds_what_chance_does_not():
+    for module in ("Box2D", "gymnasium", "sb3_contrib"):
+        pytest.importorskip(module)
+    alone, curious = re.findall(r"found in (\d+) of", run("curiosity.py"))
+    assert int(alone) == 0
+    assert int(curious) > 0
+
+
 def test_the_readme_does_what_it_says(tmp_path):
     readme = (EXAMPLES.parent / "README.md").read_text(encoding="utf-8")
     program = tmp_path / "readme.py"

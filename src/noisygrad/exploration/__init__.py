@@ -14,6 +14,8 @@ if _MISSING:
 
 from noisygrad.exploration.baseline import LinearFeatureBaseline
 from noisygrad.exploration.bonus import Bonus, IntrinsicReward, NoBonus, SquaredNorm
+from noisygrad.exploration.curiosity import GainBonus, InformationGain
+from noisygrad.exploration.dynamics import MODELS, Dynamics, DynamicsSettings
 from noisygrad.exploration.environments import TASKS, CartPoleSwingup, DoublePendulum, MountainCar, Task
 from noisygrad.exploration.gain import information_gain
 from noisygrad.exploration.recording import Recorder, Transitions
@@ -25,9 +27,14 @@ __all__ = [
     "Bonus",
     "CartPoleSwingup",
     "DoublePendulum",
+    "Dynamics",
+    "DynamicsSettings",
+    "GainBonus",
+    "InformationGain",
     "IntrinsicReward",
     "LinearBaselineTRPO",
     "LinearFeatureBaseline",
+    "MODELS",
     "MountainCar",
     "NoBonus",
     "Recorder",

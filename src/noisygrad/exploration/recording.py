@@ -1,12 +1,14 @@
 """What happened in a rollout, with the observation that truly followed each action.
 
 A vector environment begins a new episode by itself, and returns its first observation in place of the last one of the
-old. `Recorder` keeps the last one, and everything else a bonus or a baseline may ask for.
+old. `Tape` keeps the last one, and everything else a bonus or a baseline may ask for; `Recorder` is a tape around such
+an environment.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -49,6 +51,94 @@ class Transitions:
         return first, second, third
 
 
+class Tape:
+    """Keeps what happens in `copies` environments, step by step, until `take` is called."""
+
+    def __init__(self, copies: int) -> None:
+        self.observations: Array | None = None
+        """Where the copies are; None before `begin`."""
+        self._times = np.zeros(copies, dtype=np.int64)
+        self._sums = np.zeros(copies, dtype=np.float64)
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget what is recorded; the episodes go on."""
+        self._kept: list[tuple[NDArray[Any], ...]] = []
+        self._returns: list[float] = []
+
+    def begin(self, observations: Array) -> None:
+        """New episodes begin here; what is recorded is forgotten.
+
+        Raises:
+            ValueError: An observation is NaN or infinite.
+        """
+        require_finite("observations", observations)
+        self.observations = observations
+        self._times[:] = 0
+        self._sums[:] = 0.0
+        self.discard()
+
+    def add(
+        self,
+        actions: Array,
+        observations: Array,
+        rewards: Array,
+        dones: NDArray[np.bool_],
+        infos: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """One step of all copies, as a vector environment of stable-baselines3 tells it.
+
+        Raises:
+            ValueError: An observation or a reward is NaN or infinite.
+            RuntimeError: Nothing has begun.
+        """
+        if self.observations is None:
+            raise RuntimeError("call reset() before step()")
+        following = observations
+        ended = np.flatnonzero(dones).tolist()
+        if ended:
+            following = observations.copy()
+            for copy in ended:
+                following[copy] = infos[copy]["terminal_observation"]
+        require_finite("observations", following)
+        require_finite("rewards", rewards)
+        # stable-baselines3 adds values to the rewards it is given, in place.
+        self._kept.append((self.observations, actions, following, rewards.copy(), dones, self._times.copy()))
+        self._times += 1
+        self._sums += rewards
+        if ended:
+            self._returns += self._sums[ended].tolist()
+            self._times[ended] = 0
+            self._sums[ended] = 0.0
+        self.observations = observations
+
+    def take(self) -> Transitions:
+        """All since the last call, in order.
+
+        Raises:
+            RuntimeError: Nothing has happened since.
+        """
+        if not self._kept or self.observations is None:
+            raise RuntimeError("nothing was recorded: step the environment first")
+        observations, actions, following, rewards, dones, times = (
+            np.stack(part) for part in zip(*self._kept, strict=True)
+        )
+        # An environment may give float64; all that is learned from it is float32.
+        taken = Transitions(
+            observations=observations.astype(np.float32, copy=False),
+            actions=actions.astype(np.float32, copy=False),
+            next_observations=following.astype(np.float32, copy=False),
+            rewards=rewards.astype(np.float32),
+            dones=dones,
+            times=times,
+            last_observations=self.observations,
+            last_times=self._times.copy(),
+            returns=tuple(self._returns),
+        )
+        self.discard()
+        return taken
+
+
 class Recorder(VecEnvWrapper):
     """A vector environment that keeps what happens in it until `take` is called.
 
@@ -59,25 +149,18 @@ class Recorder(VecEnvWrapper):
     def __init__(self, venv: VecEnv) -> None:
         super().__init__(venv)
         require_box(venv.observation_space, venv.action_space)
-        self._observations: Array | None = None
         self._actions: Array | None = None
-        self._times = np.zeros(self.num_envs, dtype=np.int64)
-        self._sums = np.zeros(self.num_envs, dtype=np.float64)
-        self.discard()
+        self._tape = Tape(self.num_envs)
 
     def discard(self) -> None:
         """Forget what is recorded; the episodes go on."""
-        self._kept: list[tuple[NDArray[Any], ...]] = []
-        self._returns: list[float] = []
+        self._tape.discard()
 
     def reset(self) -> Array:
         """Begin new episodes; what is recorded is forgotten."""
-        self._observations = cast(Array, self.venv.reset())
-        require_finite("observations", self._observations)
-        self._times[:] = 0
-        self._sums[:] = 0.0
-        self.discard()
-        return self._observations
+        observations = cast(Array, self.venv.reset())
+        self._tape.begin(observations)
+        return observations
 
     def step_async(self, actions: Array) -> None:
         """Hand the actions on."""
@@ -92,25 +175,9 @@ class Recorder(VecEnvWrapper):
         """
         given, rewards, dones, infos = self.venv.step_wait()
         observations = cast(Array, given)
-        if self._observations is None or self._actions is None:
-            raise RuntimeError("call reset() before step()")
-        following = observations
-        ended = np.flatnonzero(dones)
-        if len(ended):
-            following = observations.copy()
-            for copy in ended:
-                following[copy] = infos[copy]["terminal_observation"]
-        require_finite("observations", following)
-        require_finite("rewards", rewards)
-        # stable-baselines3 adds values to the rewards it is given, in place.
-        self._kept.append((self._observations, self._actions, following, rewards.copy(), dones, self._times.copy()))
-        self._times += 1
-        self._sums += rewards
-        if len(ended):
-            self._returns += self._sums[ended].tolist()
-            self._times[ended] = 0
-            self._sums[ended] = 0.0
-        self._observations = observations
+        if self._actions is None:
+            raise RuntimeError("call step_async() before step_wait()")
+        self._tape.add(self._actions, observations, rewards, dones, infos)
         return observations, rewards, dones, infos
 
     def take(self) -> Transitions:
@@ -119,21 +186,4 @@ class Recorder(VecEnvWrapper):
         Raises:
             RuntimeError: Nothing has happened since.
         """
-        if not self._kept or self._observations is None:
-            raise RuntimeError("nothing was recorded: step the environment first")
-        observations, actions, following, rewards, dones, times = (
-            np.stack(part) for part in zip(*self._kept, strict=True)
-        )
-        taken = Transitions(
-            observations=observations,
-            actions=actions,
-            next_observations=following,
-            rewards=rewards.astype(np.float32),
-            dones=dones,
-            times=times,
-            last_observations=self._observations,
-            last_times=self._times.copy(),
-            returns=tuple(self._returns),
-        )
-        self.discard()
-        return taken
+        return self._tape.take()

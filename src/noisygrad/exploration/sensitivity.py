@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
 from noisygrad.curvature.capture import Capture
 from noisygrad.curvature.layers import Unit
 from noisygrad.posterior.posterior import Posterior
+from noisygrad.training.perceptrons import Perceptrons
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +29,10 @@ class Sensitivity:
     gradients: Tensor
     """`[B, K, out]`: of the log-likelihood, with respect to the layer's output."""
     roots: Tensor
-    """`[B, K, C, out]`: the same of the columns of a square root of the output's Fisher."""
+    """`[B, K, C, out]`: the same of the columns of a square root of the output's Fisher.
+
+    Where they are the same for all examples and draws, as of the last layer, B and K may be 1.
+    """
 
 
 def sensitivities(
@@ -45,6 +50,32 @@ def sensitivities(
         name: Sensitivity(*(torch.stack(parts, 1) for parts in zip(*(f[name] for f in found), strict=True)))
         for name in names
     }
+
+
+def perceptron_sensitivities(
+    network: Perceptrons, weights: Tensor, inputs: Tensor, targets: Tensor, noise_std: float
+) -> list[Sensitivity]:
+    """The sensitivity of every layer of a perceptron with Gaussian noise, by hand: far quicker than by hooks.
+
+    Args:
+        network: Its shape.
+        weights: `[K, n]`, a draw in each row.
+        inputs: `[B, inputs]`.
+        targets: `[B, outputs]`.
+        noise_std: Of the noise of every output.
+    """
+    draws = weights.unsqueeze(0)
+    below, outputs = network.forward(draws, inputs.unsqueeze(0))
+    gradients = network.backward(draws, below, (targets - outputs) / noise_std**2)
+    rows = [part.squeeze(0).transpose(0, 1).contiguous() for part in below]
+    # The Fisher of the outputs is I / noise_std²: the columns of its root are unit vectors, for every example.
+    roots = [torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)[None, None] / noise_std]
+    for matrix, under in zip(network.matrices(weights)[:0:-1], rows[:0:-1], strict=True):
+        roots.append((roots[-1] @ matrix[..., :-1]) * (under > 0).unsqueeze(-2))
+    return [
+        Sensitivity(F.pad(row, (0, 1), value=1.0), gradient.squeeze(0).transpose(0, 1), root)
+        for row, gradient, root in zip(rows, gradients, reversed(roots), strict=True)
+    ]
 
 
 def _at(

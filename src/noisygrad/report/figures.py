@@ -41,8 +41,13 @@ _COLOURS = {
     "K-FAC+WD": PURPLE,
     "noisy-Adam": ORANGE,
     "noisy-K-FAC": BLUE,
+    "TRPO": colour_of("point"),
+    "TRPO+norm": GREEN,
+    "TRPO+BBB": VERMILION,
+    "TRPO+NNG-FFG": ORANGE,
+    "TRPO+NNG-MVG": BLUE,
 }
-_WITHOUT_POSTERIOR = ("SGD", "K-FAC", "K-FAC+WD")
+_WITHOUT_POSTERIOR = ("SGD", "K-FAC", "K-FAC+WD", "TRPO", "TRPO+norm")
 _SHAPES = {"BBB": "s", "PBP": "^", "NNG-FFG": "D", "NNG-MVG": "o", "PBP_MV": "v", "VMG": "P"}
 _FEW = 8  # values of a line that are marked one by one
 _FURTHEST = 6.0  # standard errors: what is beyond is drawn at the edge, with its value
@@ -276,6 +281,47 @@ def _method_lines(axes: Axes, method: str, curves: Sequence[Curve], position: in
     middle = mean_curve(curves)
     dot = "o" if len(middle.values) < _FEW else ""
     return axes.plot(middle.iterations, middle.values, color=colour, ls=style, lw=1.8, marker=dot, ms=3.5)[0]
+
+
+@styled
+def quartile_panels(
+    panels: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], *, x_label: str, y_label: str, columns: int = 3
+) -> Figure:
+    """Panels with the median of each method's runs as a line and their interquartile range as a band.
+
+    Args:
+        panels: By title, by method: runs of equal length, a value for each iteration.
+        x_label: What all curves run along.
+        y_label: What they show.
+        columns: Panels in a row.
+    """
+    if not panels:
+        raise ValueError("nothing to draw: no panel was given")
+    columns = min(len(panels), columns)
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(max(5.6, 3.5 * columns), 3.1 * rows + 0.6), layout=spaced())
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for spare in grid.flatten()[len(panels) :]:
+        spare.set_visible(False)
+    handles: dict[str, Any] = {}
+    for axes, (title, methods) in zip(grid.flatten(), panels.items(), strict=False):
+        for position, (method, runs) in enumerate(methods.items()):
+            low, middle, high = np.quantile(np.asarray(runs, dtype=np.float64), [0.25, 0.5, 0.75], axis=0)
+            colour = method_colour(method.split("/", maxsplit=1)[0], position)
+            style: Any = (0, (5, 2)) if method in _WITHOUT_POSTERIOR else "-"
+            iterations = np.arange(1, len(middle) + 1)
+            axes.fill_between(iterations, low, high, color=colour, alpha=0.18, lw=0)
+            line = axes.plot(iterations, middle, color=colour, lw=1.8, ls=style)[0]
+            handles.setdefault(method.split("/", maxsplit=1)[0], line)
+        axes.set_title(title)
+        axes.margins(x=0.01)
+        axes.tick_params(length=0)
+    for axes in grid[:, 0]:
+        axes.set_ylabel(y_label)
+    for axes in grid[-1]:
+        axes.set_xlabel(x_label)
+    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=min(5, len(handles)))
+    return figure
 
 
 @styled

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from noisygrad.experiments.environment import versions
-from noisygrad.report import classification, convergence, few_labels, precision, regression
+from noisygrad.report import classification, convergence, exploration, few_labels, precision, regression
 from noisygrad.report.page import Page
 
 Sections: TypeAlias = Callable[[Path, Page], None]
@@ -16,6 +16,7 @@ SECTIONS: tuple[Sections, ...] = (
     regression.sections,
     classification.sections,
     few_labels.sections,
+    exploration.sections,
     convergence.sections,
     precision.sections,
 )

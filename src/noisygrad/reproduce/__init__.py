@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from noisygrad.reproduce.classification import classification
+from noisygrad.reproduce.exploration import exploration
 from noisygrad.reproduce.few_labels import active_learning, hmc_correlation
 from noisygrad.reproduce.figures import convergence, precision_matrices
 from noisygrad.reproduce.regression import regression
@@ -14,5 +15,6 @@ app.command()(regression)
 app.command()(classification)
 app.command("hmc-correlation")(hmc_correlation)
 app.command("active-learning")(active_learning)
+app.command()(exploration)
 app.command()(convergence)
 app.command("precision-matrices")(precision_matrices)

@@ -1,0 +1,108 @@
+"""Figure 3 end to end: plan, seeds side by side, the command, and its bad input."""
+
+import numpy as np
+import pytest
+
+for _module in ("Box2D", "gymnasium", "sb3_contrib"):
+    pytest.importorskip(_module)
+
+import torch
+from typer.testing import CliRunner
+
+from noisygrad.cli import main
+from noisygrad.experiments import exploration
+from noisygrad.experiments.cells import Job, Results
+from noisygrad.experiments.exploration_conditions import BBB, COMPARED_SEEDS, ITERATIONS, METHODS, MVG, SEEDS
+
+
+def quick(method: str, replicates=(0, 1), iterations: int = 2, batch: int = 600) -> Job:
+    config = exploration._config(method) | {"iterations": iterations, "batch": batch, "seed": 0}
+    return Job(data="MountainCar", method=method, replicates=replicates, config=config)
+
+
+def run(job: Job):
+    cells = exploration.run_job(job, lambda fraction, text: None)
+    assert [cell.replicate for cell in cells] == list(job.replicates)
+    return cells
+
+
+def test_the_plan_is_the_papers():
+    jobs = exploration.plan(list(ITERATIONS), METHODS)
+    seeds: dict[tuple[str, str], list[int]] = {}
+    for job in jobs:
+        seeds.setdefault((job.data, job.method), []).extend(job.replicates)
+        assert job.config["batch"] == 5000
+        assert job.config["iterations"] == (40 if job.data == "MountainCar" else 150)
+        assert len(job.replicates) <= 10
+    assert len(seeds) == 3 * len(METHODS)
+    for (_, method), found in seeds.items():
+        assert sorted(found) == list(range(COMPARED_SEEDS if method in (MVG, BBB) else SEEDS))
+    settings = {job.method: job.config["model"] for job in jobs if "model" in job.config}
+    assert (settings[f"{MVG}/released"]["num_data"], settings[f"{MVG}/released"]["noise_std"]) == (5, 5.0)
+    assert settings[MVG]["noise_std"] == settings[BBB]["noise_std"]
+    assert settings[MVG]["num_data"] == settings[BBB]["num_data"]
+    for what in ({"seeds": 0}, {"iterations": 0}):
+        with pytest.raises(ValueError, match="must be at least 1"):
+            exploration.plan(["MountainCar"], METHODS, **what)
+    with pytest.raises(ValueError, match="no task 'Swimmer'"):
+        exploration.plan(["Swimmer"], METHODS)
+    with pytest.raises(ValueError, match=r"no condition 'TRPO\+RND'"):
+        exploration.plan(["MountainCar"], ["TRPO+RND"])
+
+
+# Rollouts of 60 steps a copy never reach the end of an episode, so no return is known: 5000 steps do.
+@pytest.mark.parametrize("method", ["TRPO+NNG-MVG", "TRPO+norm"])
+def test_a_job_end_to_end(method):
+    before = torch.get_rng_state()
+    cells = run(quick(method, iterations=2, batch=5000))
+    assert torch.equal(torch.get_rng_state(), before)
+    for cell in cells:
+        assert cell.error is None
+        assert len(cell.metrics["returns"]) == 2
+        assert cell.metrics["area"] == np.mean(cell.metrics["returns"])
+        parts = [cell.metrics[f"seconds_{part}"] for part in ("rollout", "bonus", "policy", "model")]
+        assert parts[0] > 0
+        if "model_error" in cell.metrics:
+            assert len(cell.metrics["model_error"]) == len(cell.metrics["persistence_error"]) == 1
+            assert cell.metrics["model_error"][0] < cell.metrics["persistence_error"][0]
+            assert parts[3] > 0
+
+
+def test_a_rollout_without_the_end_of_an_episode_is_said_to_have_no_return():
+    (cell,) = run(quick("TRPO", replicates=(0,), iterations=1))
+    assert "not finite: returns = [nan]" in cell.error
+
+
+def test_a_seed_begins_alike_in_any_company_and_under_any_condition():
+    def first_rollout(method, replicates):
+        group = exploration._Group(quick(method, replicates))
+        group.iterate()
+        group.iterate()
+        agent = next(agent for agent in group.agents if agent.replicate == 3)
+        return agent._algorithm.rollout_buffer.actions.copy(), agent._algorithm.rollout_buffer.advantages.copy()
+
+    alone, company = first_rollout("TRPO+BBB", (3,)), first_rollout("TRPO+BBB", (1, 3))
+    np.testing.assert_array_equal(alone[0], company[0])
+    np.testing.assert_allclose(alone[1], company[1], rtol=1e-2, atol=1e-6)
+    without = first_rollout("TRPO", (2, 3))
+    # TRPO has moved by nothing yet, and so it has not taken its buffer apart.
+    np.testing.assert_array_equal(alone[0], without[0].swapaxes(0, 1).reshape(-1, 1))
+    assert (without[1] == 0).all()
+
+
+def test_the_command_runs_what_is_missing_and_shows_it(tmp_path):
+    options = ["reproduce", "exploration", "--tasks", "MountainCar", "--methods", "TRPO,TRPO+norm"]
+    options += ["--iterations", "1", "--results", str(tmp_path)]
+    done = CliRunner().invoke(main, [*options, "--seeds", "1"])
+    assert done.exit_code == 0, done.output
+    assert "Area under the curve of median returns" in " ".join(done.output.split())
+    again = CliRunner().invoke(main, [*options, "--seeds", "2"])
+    assert again.exit_code == 0, again.output
+    assert "2 of 4 cells are already in" in " ".join(again.output.split())
+    assert len(Results(tmp_path, "exploration").load()) == 4
+    other = CliRunner().invoke(main, [*options[:-4], "--iterations", "2", "--results", str(tmp_path), "--seeds", "1"])
+    assert other.exit_code == 2
+    assert "iterations: stored 1, now 2" in other.output
+    unknown = CliRunner().invoke(main, ["reproduce", "exploration", "--tasks", "Swimmer"])
+    assert unknown.exit_code == 2
+    assert "known are CartPoleSwingup" in unknown.output

@@ -1,0 +1,106 @@
+"""Figure 3 in the report: areas, the paired test, errors and times, and what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from made_results import cell
+from noisygrad.experiments.cells import Cell, Results
+from noisygrad.report import exploration, site
+from noisygrad.report.page import Page
+from test_report import check_stands_alone
+
+ITERATIONS = 6
+
+
+def runs(task: str, method: str, level: float, seeds: int = 8, spread: float = 0.1) -> list[Cell]:
+    """Curves that climb to `level`, a little more for each seed."""
+    found = []
+    for seed in range(seeds):
+        returns = np.linspace(0.0, level + spread * seed, ITERATIONS)
+        metrics = {"returns": returns.tolist(), "area": float(returns.mean())}
+        if "NNG" in method or "BBB" in method:
+            error = 5.0 if "released" in method else 0.02
+            metrics |= {"model_error": [error] * 5, "persistence_error": [0.08] * 5}
+        parts = {"rollout": 0.3, "bonus": 0.05, "policy": 0.03, "model": 0.1}
+        metrics |= {f"seconds_{part}": seconds for part, seconds in parts.items()}
+        found.append(cell(task, method, seed, metrics, experiment="exploration", config={"iterations": ITERATIONS}))
+    return found
+
+
+def everything(task: str, mvg: float = 1.5, bbb: float = 1.0) -> list[Cell]:
+    return [
+        *runs(task, "TRPO", 0.0, spread=0.0),
+        *runs(task, "TRPO+norm", 0.5),
+        *runs(task, "TRPO+BBB", bbb),
+        *runs(task, "TRPO+NNG-MVG", mvg),
+        *runs(task, "TRPO+NNG-MVG/released", 0.2),
+    ]
+
+
+def page_of(folder: Path) -> str:
+    page = Page("Title")
+    exploration.sections(folder, page)
+    return page.html()
+
+
+def test_areas_are_of_the_median_curve():
+    study = exploration.exploration_study(everything("MountainCar"))
+    # A line from 0 to the median level has half of that as its mean.
+    assert exploration.median_area(study, "TRPO+BBB", "MountainCar") == pytest.approx((1.0 + 0.35) / 2)
+    assert exploration.median_area(study, "TRPO", "MountainCar") == 0.0
+    assert exploration.median_area(study, "TRPO+NNG-FFG", "MountainCar") is None
+
+
+def test_pairs_are_of_common_seeds():
+    cells = [*runs("MountainCar", "TRPO+NNG-MVG", 1.5, seeds=8), *runs("MountainCar", "TRPO+BBB", 1.0, seeds=6)]
+    found = exploration.paired(exploration.exploration_study(cells), "TRPO+NNG-MVG", "TRPO+BBB", "MountainCar")
+    assert found is not None
+    assert (found.seeds, found.wins) == (6, 6)
+    assert found.difference == pytest.approx(0.25)
+    assert found.p_value == pytest.approx(2 / 2**6)  # all six on one side, of 2⁶ ways to give signs
+    lonely = exploration.exploration_study(runs("MountainCar", "TRPO+BBB", 1.0))
+    assert exploration.paired(lonely, "TRPO+NNG-MVG", "TRPO+BBB", "MountainCar") is None
+
+
+def test_equal_runs_are_not_told_apart():
+    cells = [one for method in ("TRPO+NNG-MVG", "TRPO+BBB") for one in runs("MountainCar", method, 1.0)]
+    found = exploration.paired(exploration.exploration_study(cells), "TRPO+NNG-MVG", "TRPO+BBB", "MountainCar")
+    assert found is not None
+    assert (found.wins, found.p_value) == (0, 1.0)
+
+
+def test_the_section_shows_all(tmp_path: Path) -> None:
+    cells = [*everything("MountainCar"), *everything("CartPoleSwingup", mvg=0.5)]
+    Results(tmp_path, "exploration").append(cells)
+    text = page_of(tmp_path)
+    page = check_stands_alone(text)
+    assert len(page.all("img")) == 1
+    study = exploration.exploration_study(cells)
+    tiles = exploration._tiles(study, ["CartPoleSwingup", "MountainCar"])
+    assert tiles["tasks where both bonuses are above TRPO alone"] == "2 of 2"
+    assert tiles["tasks where NNG-MVG is above BBB"] == "1 of 2"
+    assert tiles["p of NNG-MVG against BBB, MountainCar"] == "0.0078"
+    assert list(exploration._panels(study, ["MountainCar"])) == ["MountainCar", "MountainCar, as released"]
+    assert "TRPO+NNG-FFG on MountainCar: 0 of 10 seeds" in text
+    assert "TRPO+BBB on MountainCar: 8 of 20 seeds" in text
+    errors = exploration.error_table(study, study.methods, ["MountainCar"])
+    assert errors is not None
+    assert [(row["method"], row["ratio"]) for row in errors.rows] == [
+        ("TRPO+BBB", pytest.approx(0.25)),
+        ("TRPO+NNG-MVG", pytest.approx(0.25)),
+        ("TRPO+NNG-MVG/released", pytest.approx(62.5)),
+    ]
+    times = exploration.time_table(study, ["TRPO+BBB"], ["MountainCar"])
+    assert times.rows[0]["all"] == pytest.approx(0.48)
+
+
+def test_without_results_the_command_is_named(tmp_path: Path) -> None:
+    assert "noisygrad reproduce exploration" in page_of(tmp_path)
+    failed = cell("MountainCar", "TRPO", 0, {}, experiment="exploration", error="the engine broke")
+    Results(tmp_path, "exploration").append([failed])
+    assert "the engine broke" in page_of(tmp_path)
+    assert "Exploration" in site.build_report(tmp_path).html()
