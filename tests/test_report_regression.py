@@ -264,6 +264,7 @@ def test_page_of_full_results(tmp_path):
         "How classification was made",
         "Variances beside HMC&#x27;s",
         "Active learning",
+        "Exploration",
         "Training curves",
         "Figure 1: precision matrices",
     ]
