@@ -20,8 +20,8 @@ network on the same batch; rounds of all methods are interleaved in one run and 
 ratios. Statistics are taken every 10 steps and factors made every 200, and both are part of the mean step. On a CPU
 the ratio of NoisyAdam to IVON changes from run to run: nine runs of VGG16 gave 0.97 to 1.05, with a median of 1.00,
 and six of the MLP 0.94 to 1.06, with a median of 0.99. On the GPU all methods have images in channels-last order and
-TF32 products; captured steps are CUDA graphs (all but K-FAC's refreshes), bf16 ones have a network in bfloat16. Most of
-the peak memory there is cuDNN's workspace, which all methods have.
+TF32 products; captured steps are CUDA graphs (all but K-FAC's refreshes), bf16 ones have a network in bfloat16. The
+GPU's peak memory is left out: what other methods had allocated in the same process was counted with it.
 """
 NAMES = {"mlp": "MLP 13-50-1, batch 10", "vgg16": "the paper's VGG16, batch 128"}
 

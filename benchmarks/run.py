@@ -13,7 +13,6 @@ Peers are optional installs: what is missing is left out with a note.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import platform
@@ -198,33 +197,19 @@ def measure(
 
 
 def peak_memory(name: str, method: str, device: torch.device, stats_batch: int | None) -> float:
-    """Peak memory in MB of a few steps of each kind: of the device, or of a process of its own."""
-    if device.type == "cuda":
-        p = problem(name, device, stats_batch)
-        tried, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False  # trials take memory of their own
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        for step in make_steps(method, p).values():
-            seconds(step, WARM_UPS, device)
-        torch.backends.cudnn.benchmark = tried
-        return torch.cuda.max_memory_allocated() / 2**20
-    code = subprocess.run(
-        [sys.executable, __file__, "--stats-batch", str(stats_batch or 0), "--only-memory", name, method],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return float(code.stdout.strip().splitlines()[-1])
+    """Peak memory in MB of a few steps of each kind, in a process that does nothing else."""
+    options = ["--device", str(device), "--stats-batch", str(stats_batch or 0), "--only-memory", name, method]
+    found = subprocess.run([sys.executable, __file__, *options], capture_output=True, text=True, check=True)
+    return float(found.stdout.strip().splitlines()[-1])
 
 
-def only_memory(name: str, method: str, stats_batch: int | None) -> None:
-    """Print how far the steps raise the peak resident memory of this process, in MB."""
-    p = problem(name, torch.device("cpu"), stats_batch)
+def only_memory(name: str, method: str, device: torch.device, stats_batch: int | None) -> None:
+    """Print how far the steps raise this process's peak memory in MB: what is resident, or allocated on a GPU."""
+    p = problem(name, device, stats_batch)
     before = peak_resident()
     for step in make_steps(method, p).values():
-        seconds(step, 2, torch.device("cpu"))
-    print(peak_resident() - before)
+        seconds(step, WARM_UPS if device.type == "cuda" else 2, device)
+    print(torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else peak_resident() - before)
 
 
 def peak_resident() -> float:
@@ -257,13 +242,14 @@ def main() -> None:
     parser.add_argument("--only-memory", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     stats_batch = arguments.stats_batch or None
-    if arguments.only_memory:
-        only_memory(*arguments.only_memory, stats_batch)
-        return
     device = torch.device(arguments.device)
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-        torch.backends.cudnn.benchmark = True
+        # Trials of algorithms take memory of their own.
+        torch.backends.cudnn.benchmark = not arguments.only_memory
+    if arguments.only_memory:
+        only_memory(*arguments.only_memory, device, stats_batch)
+        return
     methods = list(arguments.methods or METHODS + (CAPTURED if device.type == "cuda" else ()))
     try:
         import ivon  # noqa: F401
