@@ -53,12 +53,8 @@ def hmc_correlation(
     from noisygrad.experiments.few_labels import METHODS
 
     with clear_errors():
-        check_device(device)
-        check_backend(backend, scheduler)
         names, asked = chosen(data, experiment.DATA), chosen(methods, METHODS)
-        if experiment.TRUTH in asked:
-            _need_hmc()
-        where = data_folder(data_dir)
+        where = _checked(device, backend, scheduler, asked, data_dir)
         jobs = experiment.plan(
             names, asked, trials=trials or experiment.TRIALS, epochs=epochs, data_dir=where, seed=seed
         )
@@ -90,12 +86,8 @@ def active_learning(
     from noisygrad.experiments import active_learning as experiment
 
     with clear_errors():
-        check_device(device)
-        check_backend(backend, scheduler)
         names, asked = chosen(data, experiment.DATA), chosen(methods, experiment.METHODS_HERE)
-        if "HMC" in asked:
-            _need_hmc()
-        where = data_folder(data_dir)
+        where = _checked(device, backend, scheduler, asked, data_dir)
         jobs = experiment.plan(
             names, asked, trials=trials or experiment.TRIALS, epochs=epochs, data_dir=where, seed=seed
         )
@@ -104,6 +96,15 @@ def active_learning(
         _show_active(results, names, asked)
     if failed:
         raise typer.Exit(1)
+
+
+def _checked(device: str, backend: str, scheduler: str | None, methods: Sequence[str], data_dir: Path | None) -> str:
+    """Refuse what cannot work before anything is computed; where the data are."""
+    check_device(device)
+    check_backend(backend, scheduler)
+    if "HMC" in methods:
+        _need_hmc()
+    return data_folder(data_dir)
 
 
 def _need_hmc() -> None:
