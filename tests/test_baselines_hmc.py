@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import noisygrad as ng
 from noisygrad.baselines import hmc
-from noisygrad.baselines.hmc import HMC, HMCSettings
+from noisygrad.baselines.hmc import HMC, HMCPosterior, HMCSettings
 from noisygrad.networks import MLP, ConvNet
 from truth import normal
 
@@ -152,14 +152,53 @@ def test_several_sets_at_once_and_padding() -> None:
     weight = torch.ones(2, 8)
     weight[1, 5:] = 0.0
     sampler = HMC(nn.Linear(1, 1), ng.Gaussian(noise_variance=0.5), settings=QUICK)
-    both = sampler.fit(x, y, weight=weight, seed=3)
+    both = sampler.fit(x, y, weight=weight, seeds=[3, 4])
     assert [len(posterior.data[0]) for posterior in both] == [8, 5]
+    # Padding changes nothing but rounding, which chains magnify.
     alone = hmc.fit(nn.Linear(1, 1), ng.Gaussian(noise_variance=0.5), (x[1, :5], y[1, :5]), settings=QUICK)
     for name, draws in both[1].weights.items():
         assert abs(draws.mean() - alone.weights[name].mean()) / draws.std() < 0.15
         assert draws.std() / alone.weights[name].std() == pytest.approx(1.0, abs=0.1)
-    again = sampler.fit(x, y, weight=weight, seed=3)
+    # A set has its own chains, with whatever others it runs.
+    single = sampler.fit(x[1:], y[1:], weight=weight[1:], seeds=[4])[0]
+    assert torch.equal(both[1].weights["weight"], single.weights["weight"])
+    assert both[1].acceptance == single.acceptance != both[0].acceptance
+    again = sampler.fit(x, y, weight=weight, seeds=[3, 4])
     assert torch.equal(both[0].weights["weight"], again[0].weights["weight"])
+    with pytest.raises(ValueError, match="2 data sets and 1 seeds"):
+        sampler.fit(x, y, seeds=[3])
+
+
+def test_only_the_sets_whose_chains_disagree_are_extended() -> None:
+    x, y = normal(3, 8, 2, seed=21), normal(3, 8, 1, seed=22)
+    short = HMCSettings(chains=4, warmup=50, samples=20, thin=1, leapfrog_steps=4, extensions=0)
+    model, likelihood = nn.Linear(2, 1), ng.Gaussian(noise_variance=0.5)
+    first = HMC(model, likelihood, settings=short).fit(x, y)
+    best, worst = sorted(range(3), key=lambda index: first[index].rhat)[::2]
+    between = sum(sorted(posterior.rhat for posterior in first)[:2]) / 2
+    longer = replace(short, extensions=1, largest_rhat=between)
+    found = HMC(model, likelihood, settings=longer).fit(x, y)
+    assert torch.equal(found[best].weights["weight"], first[best].weights["weight"])
+    assert found[worst].num_draws == 2 * first[worst].num_draws
+    assert torch.equal(found[worst].weights["weight"][:, :20], first[worst].weights["weight"])
+    assert not torch.equal(found[worst].weights["weight"][:, 20:], first[worst].weights["weight"])
+
+
+def test_diagnostics_are_of_means_and_variances() -> None:
+    """Two chains of one mean and two widths agree about the mean alone."""
+    narrow, wide = normal(1, 400, 1, 1, seed=23), 3.0 * normal(1, 400, 1, 1, seed=24)
+    posterior = HMCPosterior(
+        nn.Linear(1, 1, bias=False),
+        ng.Gaussian(noise_variance=1.0),
+        {"weight": torch.cat([narrow, wide])},
+        (x := normal(1, 1), x),
+    )
+    assert posterior.with_diagnostics(torch.ones(1, 1)).rhat > 1.1
+
+
+def test_a_device_that_jax_has_not_is_named() -> None:
+    with pytest.raises(ValueError, match="JAX has no device cuda:77"):
+        HMC(nn.Linear(1, 1), ng.Gaussian(), device="cuda:77")
 
 
 def test_chains_that_disagree_are_extended_and_then_say_so() -> None:
@@ -228,18 +267,7 @@ def test_bad_input_is_named() -> None:
         hmc.fit(*good, settings=short).predict(x, 9)
 
 
-def test_without_the_extra_the_message_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    for name in [name for name in sys.modules if name.startswith("noisygrad.baselines.jax_")]:
-        monkeypatch.delitem(sys.modules, name)
-    real = builtins.__import__
-
-    def without(name: str, *args: object, **kwargs: object) -> object:
-        if name.split(".", maxsplit=1)[0] in {"jax", "numpyro"}:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install \"noisygrad\[hmc\]\""):
+def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"HMC needs jax and numpyro: pip install \"noisygrad\[hmc\]\""):
         HMC(nn.Linear(2, 1), ng.Gaussian())

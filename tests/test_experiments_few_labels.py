@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from noisygrad.baselines.hmc import HMCSettings
 from noisygrad.cli import main as app
 from noisygrad.data import load_table
 from noisygrad.experiments import active_learning, few_labels, hmc_correlation
@@ -26,7 +27,7 @@ def quiet(done: float, word: str) -> None:
 def points(sets: int = 3, count: int = 6, inputs: int = 2) -> FewPoints:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(sets, count, inputs, generator=generator, dtype=torch.float64)
-    return FewPoints(x, x.sum(-1, keepdim=True).sin())
+    return FewPoints(x, x.sum(-1, keepdim=True).sin(), x)
 
 
 def test_trials_are_apart_and_the_same_every_time() -> None:
@@ -171,14 +172,45 @@ def test_a_batch_is_chosen_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(cell.metrics["rmse_active_by_round"]) == 10
 
 
-def test_nothing_to_choose_by_is_said() -> None:
-    class Same:
-        def moments(self, x: torch.Tensor, only: slice = few_labels.EVERY) -> tuple[torch.Tensor, torch.Tensor]:
-            return torch.zeros(x.shape[:2]), torch.ones(x.shape[:2])
+def test_a_trial_with_nothing_to_choose_by_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = few_labels.RidgeFit.moments
 
-    race = active_learning._Race.start(load_table("diabetes"), (0,), 0)
-    with pytest.raises(ValueError, match="nothing to choose by"):
-        race.acquire(Same())
+    def some_are_useless(
+        self: few_labels.RidgeFit, x: torch.Tensor, only: slice = few_labels.EVERY
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, variance = real(self, x, only)
+        if only != few_labels.EVERY:
+            variance[1], variance[2, 0] = 1.0, torch.nan
+        return mean, variance
+
+    monkeypatch.setattr(few_labels.RidgeFit, "moments", some_are_useless)
+    cells = active_learning.run_job(job("ridge", trials=4, experiment=active_learning), quiet)
+    errors = [cell.error for cell in cells]
+    assert errors[0] is errors[3] is None
+    assert "nothing to choose by" in str(errors[1])
+    assert "not finite" in str(errors[2])
+    assert not cells[1].metrics
+
+
+@pytest.mark.parametrize("experiment", [hmc_correlation, active_learning])
+def test_hmc_goes_through_the_experiments(experiment: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numpyro")
+    short = few_labels.Hamiltonian(HMCSettings(chains=2, warmup=60, samples=20, leapfrog_steps=4, extensions=1))
+    monkeypatch.setitem(few_labels.METHODS, "HMC", short)
+    monkeypatch.setattr(active_learning, "_HMC", short._settings)
+    monkeypatch.setattr(active_learning, "ACQUISITIONS", 2)
+    asked = job("HMC", experiment=experiment)
+    cells = experiment.run_job(asked, quiet)
+    assert [cell.error for cell in cells] == [None, None]
+    for cell in cells:
+        assert cell.metrics["rhat"] > 1.01  # far too short
+        assert cell.metrics["ess"] > 0
+    if experiment is hmc_correlation:
+        # A trial does not depend on which others are computed with it, and R̂ is of the points that are judged.
+        alone = experiment.run_job(replace(asked, replicates=(1,)), quiet)
+        assert alone[0].metrics == cells[1].metrics
+    else:
+        assert len(cells[0].metrics["rmse_active_by_round"]) == 3
 
 
 @pytest.mark.parametrize("command", ["hmc-correlation", "active-learning"])

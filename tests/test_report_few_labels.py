@@ -47,6 +47,7 @@ def correlation_cells(data: str, shrink: float = 0.5, trials: int = 3) -> list[C
             ("NNG-MVG", [shrink * truth, shrink * truth**1.01], {}),
             ("NNG-FFG", [noisy, noisy], {}),
             ("NNG-BlkTri", [truth, truth], {}),
+            ("NNG-BlkTri/lambda=1.4", [1.2 * truth, truth], {}),
         ):
             metrics = {f"variance_{k}": row.tolist() for k, row in enumerate(rows)} | more
             found.append(cell(data, method, trial, metrics, experiment="hmc-correlation"))
@@ -95,8 +96,9 @@ def test_correlations_are_shown_with_the_paper_beside_them(tmp_path: Path) -> No
     assert "the largest R̂ of a prediction is 1.0120 over 6 trials; 2 stayed above 1.01" in text
     tiles = few_labels._correlation_tiles(study)
     assert tiles["sets where NNG-MVG is above NNG-FFG"] == "2 of 2"
-    assert tiles["sets where our best is above the paper's best"] == "2 of 2"
-    assert any("NNG-BlkTri are within" in name and value == "2 of 2" for name, value in tiles.items())
+    assert tiles["sets where the best of these three is above the paper's best"] == "2 of 2"
+    assert any("NNG-BlkTri/lambda=1.4 are within" in name and value == "2 of 2" for name, value in tiles.items())
+    assert "3 of 10 trials, 1 with R̂ &gt; 1.01" in text
 
 
 def test_active_learning_has_both_ways_side_by_side(tmp_path: Path) -> None:

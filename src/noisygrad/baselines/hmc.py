@@ -7,8 +7,9 @@ precision under its Gamma prior is integrated out exactly, so chains are over we
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,7 @@ class HMCSettings:
                 "target_accept must lie between 0 and 1 and largest_rhat be above 1; got "
                 f"{self.target_accept!r} and {self.largest_rhat!r}"
             )
-        if not isinstance(self.extensions, int) or self.extensions < 0:
+        if not isinstance(self.extensions, int) or isinstance(self.extensions, bool) or self.extensions < 0:
             raise ValueError(f"extensions must be an integer of at least 0; got {self.extensions!r}")
 
 
@@ -72,6 +73,7 @@ def fit(
     at: Tensor | None = None,
     seed: int = 0,
     settings: HMCSettings | None = None,
+    device: str = "cpu",
     report: Report | None = None,
 ) -> HMCPosterior:
     """Sample the posterior of a network's weights given (x, y).
@@ -85,6 +87,7 @@ def fit(
         at: Inputs whose predictions R̂ is of; the training inputs by default.
         seed: Of the first weights and all that is drawn.
         settings: How long and how many the chains are.
+        device: Where JAX runs the chains; what comes back is on the CPU.
         report: Told how far it is.
 
     Raises:
@@ -92,8 +95,8 @@ def fit(
         ValueError: Anything else that is wrong with the arguments.
     """
     x, y = data
-    sampler = HMC(model, likelihood, prior_variance=prior_variance, settings=settings)
-    return sampler.fit(x[None], y[None], at=None if at is None else at[None], seed=seed, report=report)[0]
+    sampler = HMC(model, likelihood, prior_variance=prior_variance, settings=settings, device=device)
+    return sampler.fit(x[None], y[None], at=None if at is None else at[None], seeds=[seed], report=report)[0]
 
 
 class HMC:
@@ -109,6 +112,7 @@ class HMC:
         *,
         prior_variance: PriorVariance = 1.0,
         settings: HMCSettings | None = None,
+        device: str = "cpu",
     ) -> None:
         self.settings = settings or HMCSettings()
         self.model, self.likelihood = model, likelihood
@@ -127,17 +131,13 @@ class HMC:
         each = [prior_precision(prior_variance, name) for name in names]
         self._precision = np.repeat(np.array(each), self._sizes)
         self._sampler = self._make_sampler()
+        self._device = _jax_device(device)
 
     def _make_sampler(self) -> Any:
-        try:
-            from noisygrad.baselines.jax_networks import as_jax
-            from noisygrad.baselines.jax_sampler import Sampler, Schedule
-        except ModuleNotFoundError as missing:
-            if missing.name is None or missing.name.split(".")[0] not in {"jax", "jaxlib", "numpyro"}:
-                raise
-            raise ModuleNotFoundError(
-                f'HMC needs {missing.name}, which is not installed: pip install "noisygrad[hmc]"', name=missing.name
-            ) from missing
+        need_extra()
+        from noisygrad.baselines.jax_networks import as_jax
+        from noisygrad.baselines.jax_sampler import Sampler, Schedule
+
         chosen = self.settings
         schedule = Schedule(
             warmup=chosen.warmup,
@@ -177,12 +177,13 @@ class HMC:
         *,
         weight: Tensor | None = None,
         at: Tensor | None = None,
-        seed: int = 0,
+        seeds: Sequence[int] | None = None,
         report: Report | None = None,
     ) -> list[HMCPosterior]:
         """The posterior of each of R data sets, x `[R, N, ...]` and y `[R, N, ...]`.
 
         `weight` `[R, N]` is 1 for an example and 0 for padding, so that sets of different sizes can have one shape.
+        Each set has its own of the `seeds` (0, 1, ... by default) and chains that do not depend on the other sets.
         """
         _check_data(x, y, weight)
         weight = torch.ones(x.shape[:2]) if weight is None else weight
@@ -190,27 +191,37 @@ class HMC:
         self._check_outputs(x, y, weight, at)
         say = report or (lambda done, word: None)
         count, chosen = x.shape[0], self.settings
-        data = tuple(_array(part) for part in (x, y, weight))
-        generators = [np.random.default_rng([seed, index]) for index in range(count)]
+        seeds = range(count) if seeds is None else seeds
+        if len(seeds) != count:
+            raise ValueError(f"there are {count} data sets and {len(seeds)} seeds")
         shape = (chosen.chains, len(self._precision))
         # From the prior, but not further than where weights are usually looked for.
         spread = np.minimum(1.0, self._precision**-0.5)
-        first = np.stack([generator.standard_normal(shape) for generator in generators]) * spread
-        with _double():
-            self._sampler.start(data, first, seed)
+        first = np.stack([np.random.default_rng(seed).standard_normal(shape) for seed in seeds]) * spread
+        with _double(), _on(self._device):
+            self._sampler.start(tuple(_array(part) for part in (x, y, weight)), first, seeds)
             self._sampler.warm_up(lambda done: say(0.2 * done, "warming up"))
-            draws = self._sampler.draw(lambda done: say(0.2 + 0.8 * done, "sampling"))
-            found = self._posteriors(draws, x, y, weight, at)
+            draws = list(self._sampler.draw(lambda done: say(0.2 + 0.8 * done, "sampling")))
+
+            def posterior(index: int) -> HMCPosterior:
+                kept = weight[index] > 0
+                return self._posterior(draws[index], (x[index][kept], y[index][kept]), at[index])
+
+            found = [posterior(index) for index in range(count)]
             for number in range(chosen.extensions):
-                if all(posterior.converged for posterior in found):
+                late = [index for index, each in enumerate(found) if not each.converged]
+                if not late:
                     break
-                word = f"chains disagree (R̂ up to {max(p.rhat for p in found):.3f}): extension {number + 1}"
-                for _ in range(len(draws) // chosen.samples):
-                    more = self._sampler.draw(lambda done, word=word: say(0.2 + 0.8 * done, word))
-                    draws = np.concatenate([draws, more])
-                found = self._posteriors(draws, x, y, weight, at)
-            acceptance = self._sampler.acceptance
-        return [replace(posterior, acceptance=acceptance) for posterior in found]
+                worst = max(found[index].rhat for index in late)
+                word = f"chains disagree (R̂ up to {worst:.3f}): extension {number + 1}"
+                for _ in range(2**number):
+                    more = self._sampler.draw(lambda done, word=word: say(0.2 + 0.8 * done, word), late)
+                    for index, part in zip(late, more, strict=True):
+                        draws[index] = np.concatenate([draws[index], part], axis=1)
+                for index in late:
+                    found[index] = posterior(index)
+            rates = self._sampler.acceptance
+        return [replace(each, acceptance=rate) for each, rate in zip(found, rates, strict=True)]
 
     @torch.no_grad()
     def _check_outputs(self, x: Tensor, y: Tensor, weight: Tensor, at: Tensor) -> None:
@@ -234,20 +245,12 @@ class HMC:
         if found.shape != tuple(right.shape) or not np.allclose(found, right.numpy(), rtol=1e-6, atol=1e-9):
             raise ValueError(f"{type(self.model).__name__} is not supported: translated, it computes something else")
 
-    def _posteriors(
-        self, draws: np.ndarray[Any, Any], x: Tensor, y: Tensor, weight: Tensor, at: Tensor
-    ) -> list[HMCPosterior]:
-        found = []
-        for index in range(x.shape[0]):
-            flat = torch.from_numpy(draws[:, index].swapaxes(0, 1).copy())  # chains, samples, weights
-            parts = flat.split(self._sizes, dim=-1)
-            weights = {name: part.unflatten(-1, s) for (name, s), part in zip(self._shapes.items(), parts, strict=True)}
-            kept = weight[index] > 0
-            posterior = HMCPosterior(
-                self.model, self.likelihood, weights, (x[index][kept], y[index][kept]), self.settings.largest_rhat
-            )
-            found.append(posterior.with_diagnostics(at[index]))
-        return found
+    def _posterior(self, draws: np.ndarray[Any, Any], data: tuple[Tensor, Tensor], at: Tensor) -> HMCPosterior:
+        """Of one data set, from the flat weights of its chains, `[C, samples, P]`."""
+        parts = torch.from_numpy(np.ascontiguousarray(draws)).split(self._sizes, dim=-1)
+        weights = {name: part.unflatten(-1, s) for (name, s), part in zip(self._shapes.items(), parts, strict=True)}
+        posterior = HMCPosterior(self.model, self.likelihood, weights, data, self.settings.largest_rhat)
+        return posterior.with_diagnostics(at)
 
 
 @dataclass(frozen=True)
@@ -256,8 +259,8 @@ class HMCPosterior:
 
     Attributes:
         weights: By parameter, `[chains, samples, *shape]`, in float64.
-        rhat: The largest R̂ (split) of the predictions looked at.
-        ess: The smallest effective sample size of them.
+        rhat: The largest R̂ (split) of the predictions looked at and of their squared deviations from the mean.
+        ess: The smallest effective sample size of those.
         acceptance: The mean probability of acceptance.
     """
 
@@ -282,13 +285,18 @@ class HMCPosterior:
         return chains * samples
 
     def with_diagnostics(self, at: Tensor) -> HMCPosterior:
-        """The same with R̂ and the effective sample size of the network's outputs for these inputs."""
+        """The same with R̂ and the effective sample size of the network's outputs for these inputs.
+
+        Of the outputs themselves, whose mean is the prediction, and of their squared deviations, whose mean is its
+        variance.
+        """
         from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 
         chains = next(iter(self.weights.values())).shape[0]
-        outputs = self.outputs(at).flatten(1).unflatten(0, (chains, -1)).numpy()
+        outputs = self.outputs(at).flatten(1)
+        looked_at = torch.cat([outputs, (outputs - outputs.mean(0)).square()], 1).unflatten(0, (chains, -1)).numpy()
         with np.errstate(divide="ignore", invalid="ignore"):  # a constant output, such as a dead network's
-            rhat, ess = split_gelman_rubin(outputs), effective_sample_size(outputs)
+            rhat, ess = split_gelman_rubin(looked_at), effective_sample_size(looked_at)
         return replace(self, rhat=float(np.nanmax(rhat)), ess=float(np.nanmin(ess)))
 
     @torch.no_grad()
@@ -324,7 +332,7 @@ class HMCPosterior:
         if not isinstance(likelihood, Gaussian):
             return likelihood.predictive(outputs)
         if likelihood.fixed_variance is not None:
-            return RegressionPrediction(outputs, torch.tensor(likelihood.fixed_variance).sqrt())
+            return RegressionPrediction(outputs, torch.tensor(likelihood.fixed_variance, dtype=outputs.dtype).sqrt())
         shape, rate = self._noise(num_samples)
         scale = (rate / shape).sqrt().unsqueeze(1)
         return RegressionPrediction(outputs, scale, 2.0 * shape.expand_as(scale))
@@ -349,6 +357,14 @@ class HMCPosterior:
             return flat
         places = torch.linspace(0, total - 1, num_samples, dtype=torch.float64).round().long()
         return {name: tensor[places] for name, tensor in flat.items()}
+
+
+def need_extra() -> None:
+    """Raise ModuleNotFoundError with the command to install it, where the extra hmc is missing."""
+    missing = [name for name in ("jax", "numpyro") if importlib.util.find_spec(name) is None]
+    if missing:
+        names = " and ".join(missing)
+        raise ModuleNotFoundError(f'HMC needs {names}: pip install "noisygrad[hmc]"', name=missing[0])
 
 
 def _check_likelihood(likelihood: Likelihood) -> None:
@@ -387,3 +403,23 @@ def _double() -> Any:
     import jax
 
     return jax.enable_x64(True)
+
+
+def _on(device: Any) -> Any:
+    """That device for all that JAX computes inside."""
+    import jax
+
+    return jax.default_device(device)
+
+
+def _jax_device(device: str) -> Any:
+    """JAX's name of a device of torch's."""
+    import jax
+
+    asked = torch.device(device)
+    try:
+        return jax.devices("gpu" if asked.type == "cuda" else asked.type)[asked.index or 0]
+    except (RuntimeError, IndexError):
+        raise ValueError(
+            f"JAX has no device {device} here: leave the device out, or install JAX for it (such as jax[cuda12])"
+        ) from None

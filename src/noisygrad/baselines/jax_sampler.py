@@ -1,12 +1,13 @@
 """Hamiltonian Monte Carlo by numpyro for many data sets and many chains at once.
 
 One compiled program steps all chains of all data sets; what differs between data sets is arrays, so that another set of
-the same shape does not compile again.
+the same shape does not compile again. Each data set has random numbers and a step size of its own, so its chains do not
+depend on which others run beside them (but for rounding).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -55,12 +56,14 @@ class Sampler:
         self._data: Data | None = None
         self._states: Any = None
         self._step_size: Array | None = None
+        self._keys: Array | None = None
 
-    def start(self, data: Data, weights: Array, seed: int) -> None:
-        """New chains, of data `[R, N, ...]`, from weights `[R, C, P]`; `seed` is of everything that is drawn."""
-        key, self._key = jax.random.split(jax.random.PRNGKey(seed))
+    def start(self, data: Data, weights: Array, seeds: Sequence[int]) -> None:
+        """New chains, of data `[R, N, ...]`, from weights `[R, C, P]`; each set's seed is of all that is drawn."""
+        own = jnp.stack([jax.random.PRNGKey(seed) for seed in seeds])
+        first, self._keys = jnp.unstack(_split(own), axis=1)
         self._data = data
-        self._states = self._first(weights, jax.random.split(key, weights.shape[:2]), data)
+        self._states = self._first(weights, _split(first, weights.shape[1]), data)
 
     def _begin(self, start: Array, key: Array, data: Data) -> Any:
         return self._init(
@@ -83,21 +86,29 @@ class Sampler:
             report((done + count) / self._schedule.warmup)
         self._step_size = jnp.median(self._states.adapt_state.step_size, axis=1)
 
-    def draw(self, report: Callable[[float], None]) -> NDArray[np.float64]:
-        """The next `samples` of each chain, `[samples, R, C, P]`."""
+    def draw(self, report: Callable[[float], None], only: Sequence[int] | None = None) -> NDArray[np.float64]:
+        """The next `samples` of each chain of these data sets (None: of all), `[R, C, samples, P]`."""
+        count = len(self._keys)  # type: ignore[arg-type]
+        places = jnp.asarray(range(count) if only is None else _filled(only, count))
+        data, states, step_size, keys = jax.tree.map(
+            lambda part: jnp.asarray(part)[places], (self._data, self._states, self._step_size, self._keys)
+        )
         found = []
-        for done, count in _parts(self._schedule.samples):
-            self._key, key = jax.random.split(self._key)
-            program = self._program("sample", count, self._sample)
-            self._states, kept = program(self._states, self._data, self._step_size, jax.random.split(key, count))
+        for done, size in _parts(self._schedule.samples):
+            now, keys = jnp.unstack(_split(keys), axis=1)
+            states, kept = self._program("sample", size, self._sample)(states, data, step_size, now)
             found.append(np.asarray(kept))
-            report((done + count) / self._schedule.samples)
-        return np.concatenate(found)
+            report((done + size) / self._schedule.samples)
+        self._states = jax.tree.map(lambda all, some: all.at[places].set(some), self._states, states)
+        self._keys = self._keys.at[places].set(keys)  # type: ignore[union-attr]
+        asked = count if only is None else len(only)
+        return np.moveaxis(np.concatenate(found), 0, 2)[:asked]
 
     @property
-    def acceptance(self) -> float:
-        """The mean probability of acceptance, of all chains."""
-        return float(jnp.mean(self._states.mean_accept_prob))
+    def acceptance(self) -> list[float]:
+        """The mean probability of acceptance, of the chains of each data set."""
+        found: list[float] = jnp.mean(self._states.mean_accept_prob, axis=1).tolist()
+        return found
 
     def _program(self, name: str, count: int, work: Callable[..., Any]) -> Callable[..., Any]:
         if (name, count) not in self._compiled:
@@ -112,19 +123,32 @@ class Sampler:
         return jax.lax.fori_loop(0, count, lambda _, states: self._everywhere(states, data), states)
 
     def _sample(self, count: int, states: Any, data: Data, step_size: Array, keys: Array) -> tuple[Any, Array]:
-        def one(states: Any, key: Array) -> Any:
+        def one(states: Any, keys: Array) -> tuple[Any, None]:
             adapted = states.adapt_state
-            factor = 1.0 + _JITTER * jax.random.uniform(key, adapted.step_size.shape, minval=-1.0, maxval=1.0)
+            uniform = partial(jax.random.uniform, shape=adapted.step_size.shape[1:], minval=-1.0, maxval=1.0)
+            factor = 1.0 + _JITTER * jax.vmap(uniform)(keys)
             jittered = adapted._replace(step_size=step_size[:, None] * factor)
-            return self._everywhere(states._replace(adapt_state=jittered), data)
+            return self._everywhere(states._replace(adapt_state=jittered), data), None
 
-        def kept(states: Any, key: Array) -> tuple[Any, Array]:
-            keys = jax.random.split(key, self._schedule.thin)
-            states, _ = jax.lax.scan(lambda states, key: (one(states, key), None), states, keys)
+        def kept(states: Any, keys: Array) -> tuple[Any, Array]:
+            states, _ = jax.lax.scan(one, states, jnp.swapaxes(_split(keys, self._schedule.thin), 0, 1))
             return states, states.z
 
-        states, draws = jax.lax.scan(kept, states, keys)
+        states, draws = jax.lax.scan(kept, states, jnp.swapaxes(_split(keys, count), 0, 1))
         return states, draws
+
+
+def _split(keys: Array, count: int = 2) -> Array:
+    """So many keys of each, `[R, count, 2]`."""
+    return jax.vmap(lambda key: jax.random.split(key, count))(keys)
+
+
+def _filled(places: Sequence[int], count: int) -> list[int]:
+    """The places, the last repeated until there are a power of two of them or all: few programs are compiled."""
+    size = 1
+    while size < len(places):
+        size *= 2
+    return [*places, *[places[-1]] * (min(size, max(count, len(places))) - len(places))]
 
 
 def _parts(total: int, most: int = 100) -> list[tuple[int, int]]:

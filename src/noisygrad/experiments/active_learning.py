@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,7 @@ from noisygrad.experiments.few_labels import (
     Method,
     trial,
 )
+from noisygrad.training.replicas import Execution
 from noisygrad.training.threads import one_thread
 
 EXPERIMENT = "active-learning"
@@ -43,6 +44,9 @@ RANDOM, ACTIVE = "random", "active"
 _SAMPLES = 1000
 _TRAINING_SAMPLES = 4
 """Weight samples of a step, fewer than in the other experiment: there are eight times as many networks."""
+_SAME = 1e-12
+"""Variances closer than this, relative to their mean, are the same."""
+_NO_VARIANCE = "the predictive variance is not finite"
 _CHUNK = 500
 """So many points of the pool are looked at together."""
 # Of 1, 0.5 and 0.3, by the error on rows of the pool of 24 other trials of six sets (docs/reproduce.md).
@@ -111,7 +115,14 @@ def run_job(job: Job, report: Report, *, data_dir: str | None = None, device: st
     found = {name: torch.stack(values, -1).unflatten(0, (2, -1)) for name, values in figures.items()}
     seconds = (time.perf_counter() - start) / len(job.replicates)
     return [
-        job.cell(EXPERIMENT, number, _figures(found, index), seconds=seconds, device=device_name(device))
+        job.cell(
+            EXPERIMENT,
+            number,
+            _figures(found, index),
+            seconds=seconds,
+            device=device_name(device),
+            error=race.failures.get(number),
+        )
         for index, number in enumerate(job.replicates)
     ]
 
@@ -123,7 +134,8 @@ def _fit(method: Method, race: _Race, config: Config, device: str, say: Report, 
     seeds = [config["seed"] * 1_000_000 + 1000 * trial + number for trial in race.trials] * 2
     assert len(seeds) == 2 * count
     # The number of points changes from round to round, and compiling a step takes as long as a training.
-    return method.fit(FewPoints(x, y, device, "eager" if device == "cpu" else "captured"), seeds, config, say)
+    execution: Execution = "eager" if device == "cpu" else "captured"
+    return method.fit(FewPoints(x, y, race.tested(), device, execution), seeds, config, say)
 
 
 def _figures(found: dict[str, Tensor], index: int) -> dict[str, float | list[float]]:
@@ -154,6 +166,8 @@ class _Race:
     at_once: int
     waiting: list[list[int]]
     """Rows that those who choose by variance have chosen and not yet got."""
+    failures: dict[int, str] = field(default_factory=dict)
+    """What went wrong, by trial; it goes on at random, so that the others can."""
 
     @classmethod
     def start(cls, table: Table, trials: Sequence[int], seed: int, at_once: int = 1) -> _Race:
@@ -180,11 +194,14 @@ class _Race:
         """What the networks are trained on, `[2T, N, ...]`."""
         return self.x[self.rows], self.y[self.rows]
 
+    def tested(self) -> Tensor:
+        """The test points of each, `[2T, 100, inputs]`."""
+        return self.x[np.concatenate([self.test, self.test])]
+
     def rmse(self, fitted: Fitted) -> Tensor:
         """On the test points, in the unit of the target, `[2T]`."""
-        test = np.concatenate([self.test, self.test])
-        mean, _ = fitted.moments(self.x[test])
-        errors = mean.cpu().double() - self.y[test].squeeze(-1)
+        mean, _ = fitted.moments(self.tested())
+        errors = mean.cpu().double() - self.y[np.concatenate([self.test, self.test])].squeeze(-1)
         return errors.square().mean(-1).sqrt() * self.scale
 
     def acquire(self, fitted: Fitted) -> None:
@@ -199,7 +216,7 @@ class _Race:
     def _chosen(self, fitted: Fitted) -> list[list[int]]:
         """Rows of the pool for each of those who choose: that of the largest variance, or a batch."""
         half = len(self.trials)
-        variance = self._variances(fitted, slice(half, None))
+        variance = self._variances(fitted)
         if self.at_once == 1:
             places = variance.argmax(-1, keepdim=True).tolist()
         else:
@@ -208,11 +225,16 @@ class _Race:
             places = [fitted.batch(self.x[pool], network, self.at_once) for network, pool in pools]
         return [[int(pool[k]) for k in some] for pool, some in zip(self.pools[half:], places, strict=True)]
 
-    def _variances(self, fitted: Fitted, only: slice) -> Tensor:
-        """Of every point of these pools, `[r, pool]`."""
+    def _variances(self, fitted: Fitted) -> Tensor:
+        """Of every point of the pools of those who choose, `[T, pool]`; a trial that they tell nothing has failed."""
+        only = slice(len(self.trials), None)
         pools = np.stack(self.pools[only])
         parts = np.array_split(pools, -(-pools.shape[1] // _CHUNK), axis=1)
         variance = torch.cat([fitted.moments(self.x[part], only)[1].cpu() for part in parts], -1)
-        if bool((variance.amax(-1) == variance.amin(-1)).any()):
-            raise ValueError("the predictive variance is the same for the whole pool: there is nothing to choose by")
+        spread = variance.amax(-1) - variance.amin(-1)
+        for place in (~(spread > _SAME * variance.mean(-1))).nonzero().flatten().tolist():
+            why = "the predictive variance is the same for the whole pool: there is nothing to choose by"
+            self.failures.setdefault(
+                self.trials[place], why if bool(variance[place].isfinite().all()) else _NO_VARIANCE
+            )
         return variance

@@ -124,20 +124,31 @@ class Job:
         """Data and method."""
         return f"{self.data} {self.method}"
 
-    def cell(self, experiment: str, replicate: int, metrics: Mapping[str, Any], *, seconds: float, device: str) -> Cell:
-        """The finished cell of one replicate; a failed one, which says so, where a figure is not finite."""
+    def cell(
+        self,
+        experiment: str,
+        replicate: int,
+        metrics: Mapping[str, Any],
+        *,
+        seconds: float,
+        device: str,
+        error: str | None = None,
+    ) -> Cell:
+        """The finished cell of one replicate; a failed one where there is an error or a figure is not finite."""
         found = _plain_metrics(metrics, f"{self.name} replicate {replicate}")
         bad = [name for name, value in found.items() if not _is_finite(value)]
+        if bad and error is None:
+            error = "not finite: " + ", ".join(f"{name} = {found[name]}" for name in bad)
         return Cell(
             experiment=experiment,
             data=self.data,
             method=self.method,
             replicate=replicate,
             config=self.config,
-            metrics={} if bad else found,
+            metrics=found if error is None else {},
             seconds=seconds,
             device=device,
-            error="not finite: " + ", ".join(f"{name} = {found[name]}" for name in bad) if bad else None,
+            error=error,
         )
 
 

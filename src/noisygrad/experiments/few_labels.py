@@ -84,10 +84,14 @@ class Method(Protocol):
 
 @dataclass(frozen=True)
 class FewPoints:
-    """R sets of labelled points, standardised: x `[R, N, inputs]` and y `[R, N, 1]`."""
+    """R sets of labelled points, standardised: x `[R, N, inputs]` and y `[R, N, 1]`; `at` `[R, n, inputs]` are others.
+
+    What is looked for is the function at those others; HMC's chains run until they agree there.
+    """
 
     x: Tensor
     y: Tensor
+    at: Tensor
     device: str = "cpu"
     execution: Execution = "auto"
 
@@ -202,7 +206,7 @@ class HMCFit:
 
     def diagnostics(self) -> dict[str, Tensor]:
         """What the chains say of themselves."""
-        names = ("rhat", "ess")
+        names = ("rhat", "ess", "acceptance")
         return {name: torch.tensor([getattr(each, name) for each in self.posteriors]) for name in names}
 
 
@@ -211,7 +215,7 @@ class Hamiltonian:
 
     def __init__(self, settings: HMCSettings) -> None:
         self._settings = settings
-        self._samplers: dict[int, HMC] = {}
+        self._samplers: dict[tuple[int, str], HMC] = {}
 
     @property
     def config(self) -> Config:
@@ -221,15 +225,17 @@ class Hamiltonian:
     def fit(self, data: FewPoints, seeds: Sequence[int], config: Config, report: Report) -> HMCFit:
         """All chains of all sets at once; points that are still to come are padding, so that nothing compiles again."""
         inputs = data.x.shape[-1]
-        if inputs not in self._samplers:
-            self._samplers[inputs] = HMC(
+        kind = inputs, data.device
+        if kind not in self._samplers:
+            self._samplers[kind] = HMC(
                 MLP(inputs, (config["hidden"],), 1),
                 Gaussian(noise_prior=tuple(config["noise_prior"])),
                 prior_variance=config["prior_variance"],
                 settings=HMCSettings(**{name: config[name] for name in asdict(self._settings)}),
+                device=data.device,
             )
         x, y, weight = _padded(data.x, data.y)
-        found = self._samplers[inputs].fit(x, y, weight=weight, at=data.x, seed=seeds[0], report=report)
+        found = self._samplers[kind].fit(x, y, weight=weight, at=data.at, seeds=seeds, report=report)
         return HMCFit(found)
 
 

@@ -79,7 +79,7 @@ def run_job(
         report(done, f"{job.data} {job.method} {word}")
 
     with one_thread(device == "cpu"):
-        fitted = METHODS[job.method].fit(FewPoints(x, y, device, execution), seeds, config, say)
+        fitted = METHODS[job.method].fit(FewPoints(x, y, others, device, execution), seeds, config, say)
         mean, variance = fitted.moments(others)
         figures = {name: values.unflatten(0, (-1, repeats)) for name, values in fitted.diagnostics().items()}
     mean, variance = (part.cpu().unflatten(0, (-1, repeats)) for part in (mean, variance))
@@ -115,24 +115,25 @@ def compare(cells: Iterable[Cell]) -> list[Cell]:
     """The cells of all methods but HMC, their variances compared with HMC's for the same trial.
 
     Each has `correlation` (Pearson), `log_correlation` (of log variances) and `ratio` (the median over the points of
-    variance over HMC's), means over the seeds. A trial without HMC is left out.
+    variance over HMC's), means over the seeds, and the `rhat` of HMC's chains. A trial without HMC is left out.
     """
     cells = list(cells)
     right = [cell for cell in cells if cell.method == TRUTH and not cell.error]
-    truth = {(cell.data, cell.replicate): variances(cell)[0] for cell in right}
+    truth = {(cell.data, cell.replicate): cell for cell in right}
     found = []
     for cell in cells:
         known = truth.get((cell.data, cell.replicate))
         if cell.method == TRUTH or cell.error or known is None:
             continue
         try:
-            rows = [_compared(row, known) for row in variances(cell)]
+            rows = [_compared(row, variances(known)[0]) for row in variances(cell)]
         except ValueError as error:
             found.append(replace(cell, metrics={}, error=str(error)))
             continue
         figures = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
         spread = [row["correlation"] for row in rows]
-        found.append(replace(cell, metrics={**figures, "correlations": spread}))
+        chains = {name: value for name, value in known.metrics.items() if name == "rhat"}
+        found.append(replace(cell, metrics={**figures, "correlations": spread, **chains}))
     return found
 
 

@@ -32,7 +32,7 @@ class Metric:
 
     key: str
     title: str
-    better: Literal["lowest", "highest"]
+    better: Literal["lowest", "highest", "nearest to 1"]
     tolerance: float | None = None
     """What still counts as near, where the paper gives no standard errors; None to judge by those."""
     unit: str = ""
@@ -52,6 +52,8 @@ class Metric:
 
     def prefers(self, first: float, second: float) -> bool:
         """Whether the first value is the better one."""
+        if self.better == "nearest to 1":
+            return abs(math.log(first)) < abs(math.log(second))
         return first < second if self.better == "lowest" else first > second
 
 

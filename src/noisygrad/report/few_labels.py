@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from noisygrad.baselines.hmc import HMCSettings
 from noisygrad.experiments import active_learning, hmc_correlation
 from noisygrad.experiments.cells import Cell, Results
+from noisygrad.experiments.few_labels import LABELLED
 from noisygrad.report import paper
 from noisygrad.report.comparison import CORRELATION, RMSE_ACTIVE, RMSE_RANDOM, Metric, signed
 from noisygrad.report.entries import entry
@@ -21,8 +24,10 @@ from noisygrad.report.tables import ComparisonTable, Entry
 _BEYOND = ("NNG-full", "NNG-MVG/exact", "NNG-MVG/lambda=1.4", "NNG-BlkTri/lambda=1.4", "NNG-MVG/batch", "ridge")
 ORDER = ("PBP", "NNG-FFG", "NNG-MVG", "NNG-BlkTri", *_BEYOND, "HMC")
 LOG_CORRELATION = Metric(key="log_correlation", title="correlation of log variances with HMC's", better="highest")
-RATIO = Metric(key="ratio", title="median ratio of variances to HMC's", better="highest")
-_LARGEST_RHAT = 1.01
+RATIO = Metric(key="ratio", title="median ratio of variances to HMC's", better="nearest to 1")
+_LARGEST_RHAT = HMCSettings().largest_rhat
+_MAGNITUDE = "NNG-BlkTri/lambda=1.4"
+"""The recipe for variances of the right magnitude, chosen on HMC's for four of the sets (docs/reproduce.md)."""
 _DRAWN = ("NNG-FFG", "NNG-MVG", "NNG-BlkTri")
 
 
@@ -44,7 +49,7 @@ def correlation_table(
     beside = "; below it, where there is one, the paper's figure" if metric is CORRELATION else ""
     return ComparisonTable(
         columns=methods,
-        rows={name: [entry(study, method, name, metric, trials, "trials") for method in methods] for name in data},
+        rows={name: [_entry(study, method, name, metric, trials) for method in methods] for name in data},
         caption=f"{metric.title[:1].upper()}{metric.title[1:]}, mean ± standard error over {trials} trials{beside}",
         legend=legend,
     )
@@ -56,7 +61,7 @@ def active_table(study: Study, methods: Sequence[str], data: Sequence[str]) -> C
     columns = [(method, suffix) for method in methods for suffix in ways]
 
     def row(name: str) -> list[Entry]:
-        return [entry(study, method, name, ways[suffix], trials, "trials") for method, suffix in columns]
+        return [_entry(study, method, name, ways[suffix], trials) for method, suffix in columns]
 
     return ComparisonTable(
         columns=[method + suffix for method, suffix in columns],
@@ -64,6 +69,18 @@ def active_table(study: Study, methods: Sequence[str], data: Sequence[str]) -> C
         caption=f"Test RMSE after {active_learning.ACQUISITIONS} acquisitions, at random (_R) and by variance (_A), "
         f"mean ± standard error over {trials} trials; below it, where there is one, the paper's figure",
     )
+
+
+def _entry(study: Study, method: str, data: str, metric: Metric, trials: int) -> Entry:
+    """A place of either table, with a note where chains of HMC that are in it disagree."""
+    found = entry(study, method, data, metric, trials, "trials")
+    late = sum(value > _LARGEST_RHAT for value in _rhats(study.of(method, data)))
+    note = f"{late} with R̂ > {_LARGEST_RHAT}" if late else ""
+    return replace(found, note=", ".join(part for part in (found.note, note) if part))
+
+
+def _rhats(cells: Sequence[Cell]) -> list[float]:
+    return [float(value) for cell in cells if isinstance(value := cell.metrics.get("rhat"), int | float)]
 
 
 def sections(results: Path, page: Page) -> None:
@@ -112,30 +129,23 @@ def _correlation_tiles(study: Study) -> dict[str, str]:
     ffg, mvg, tri = (means(method) for method in _DRAWN)
     both, pairs = mvg.keys() & ffg.keys(), mvg.keys() & tri.keys()
     gain = float(np.mean([tri[name] - mvg[name] for name in pairs])) if pairs else float("nan")
-    ratios = {
-        method: sum(
-            0.7 <= estimate.mean <= 1.4
-            for name in study.data
-            if (estimate := study.estimate(method, name, RATIO)) is not None
-        )
-        for method in study.methods
-    }
-    best = max(ratios, key=lambda method: ratios[method])
+    ratios = [study.estimate(_MAGNITUDE, name, RATIO) for name in study.data]
+    known = [estimate.mean for estimate in ratios if estimate is not None]
+    near = f"{sum(0.7 <= ratio <= 1.4 for ratio in known)} of {len(known)}"
     return {
         "sets where NNG-MVG is above NNG-FFG": f"{sum(mvg[name] > ffg[name] for name in both)} of {len(both)}",
         "NNG-BlkTri minus NNG-MVG, mean": signed(gain, 3),
-        "sets where our best is above the paper's best": _above_best(study),
-        f"sets where the variances of {best} are within 0.7 to 1.4 of HMC's": f"{ratios[best]} of {len(study.data)}",
+        "sets where the best of these three is above the paper's best": _above_best(study),
+        f"sets where the variances of {_MAGNITUDE} are within 0.7 to 1.4 of HMC's": near,
     }
 
 
 def _above_best(study: Study) -> str:
     won = compared = 0
-    networks = [method for method in study.methods if method.startswith("NNG")]
     for name in study.data:
         printed = [paper.quoted(method, name).get(CORRELATION.key) for method in paper.TABLE_3_METHODS]
         theirs = [figure.mean for figure in printed if figure is not None]
-        ours = [found.mean for m in networks if (found := study.estimate(m, name, CORRELATION)) is not None]
+        ours = [found.mean for m in _DRAWN if (found := study.estimate(m, name, CORRELATION)) is not None]
         if theirs and ours:
             compared += 1
             won += max(ours) > max(theirs)
@@ -144,7 +154,7 @@ def _above_best(study: Study) -> str:
 
 def _convergence(page: Page, cells: Sequence[Cell]) -> None:
     """How far HMC's chains agree."""
-    rhats = [float(value) for cell in cells if isinstance(value := cell.metrics.get("rhat"), int | float)]
+    rhats = _rhats(cells)
     if not rhats:
         return
     late = sum(value > _LARGEST_RHAT for value in rhats)
@@ -219,7 +229,9 @@ def _curves(page: Page, study: Study) -> None:
                 if suffix and method.endswith(active_learning.BATCH):
                     continue  # the same as those of the method itself
                 rows = [cell.metrics[f"rmse_{way}_by_round"] for cell in study.of(method, name) if cell.error is None]
-                lines = [Curve([20.0 + k for k in range(len(row))], row) for row in rows if isinstance(row, list)]
+                lines = [
+                    Curve([float(LABELLED + k) for k in range(len(row))], row) for row in rows if isinstance(row, list)
+                ]
                 if lines:
                     curves[method + suffix] = [mean_curve(lines)]
         panels.append(Panel(title=name, curves=curves, y_label="test RMSE"))

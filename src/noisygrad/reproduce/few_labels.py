@@ -103,19 +103,10 @@ def _checked(device: str, backend: str, scheduler: str | None, methods: Sequence
     check_device(device)
     check_backend(backend, scheduler)
     if "HMC" in methods:
-        _need_hmc()
+        from noisygrad.baselines.hmc import need_extra
+
+        need_extra()
     return data_folder(data_dir)
-
-
-def _need_hmc() -> None:
-    """Say so before anything is computed, where the extra is missing."""
-    import importlib.util
-
-    missing = [name for name in ("jax", "numpyro") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ModuleNotFoundError(
-            f'HMC needs {" and ".join(missing)}: pip install "noisygrad[hmc]", or leave it out with --methods'
-        )
 
 
 def _show_correlation(results: Path, data: Sequence[str], methods: Sequence[str]) -> None:
