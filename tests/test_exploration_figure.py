@@ -1,5 +1,9 @@
 """Figure 3 end to end: plan, seeds side by side, the command, and its bad input."""
 
+import json
+import tempfile
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -13,6 +17,7 @@ from noisygrad.cli import main
 from noisygrad.experiments import exploration
 from noisygrad.experiments.cells import Job, Results
 from noisygrad.experiments.exploration_conditions import BBB, COMPARED_SEEDS, ITERATIONS, METHODS, MVG, SEEDS
+from noisygrad.exploration import MODELS
 
 
 def quick(method: str, replicates=(0, 1), iterations: int = 2, batch: int = 600) -> Job:
@@ -48,6 +53,42 @@ def test_the_plan_is_the_papers():
         exploration.plan(["Swimmer"], METHODS)
     with pytest.raises(ValueError, match=r"no condition 'TRPO\+RND'"):
         exploration.plan(["MountainCar"], ["TRPO+RND"])
+
+
+def test_settings_are_tuned_on_other_seeds(tmp_path):
+    (job,) = exploration.plan(["MountainCar"], [MVG], seeds=1, tuning=True, changes={"num_data": 900, "lr": 0.1})
+    assert job.method == f"{MVG} num_data=900 lr=0.1"
+    assert (job.config["model"]["num_data"], job.config["model"]["fit"]["lr"]) == (900, 0.1)
+    settings = exploration._settings(job.config["model"])
+    assert settings == replace(MODELS["NNG-MVG"], num_data=900, fit=replace(MODELS["NNG-MVG"].fit, lr=0.1))
+    for name, model in MODELS.items():  # back from what a file of results holds
+        stored = json.loads(json.dumps(exploration._config(f"TRPO+{name}")["model"]))
+        assert exploration._settings(stored) == model
+    # The figure's seeds are others.
+    plain = replace(job, config={name: value for name, value in job.config.items() if name != "tuning"})
+    first, other = (exploration._Group(each).agents[0]._algorithm.seed for each in (job, plain))
+    assert (first, other) == (0, 100)
+    for match, what in (
+        ("ask for tuning", {"methods": [MVG], "changes": {"lr": 0.1}}),
+        ("has no setting magic", {"methods": [MVG], "tuning": True, "changes": {"magic": 1}}),
+        ("has no model", {"methods": ["TRPO"], "tuning": True, "changes": {"lr": 0.1}}),
+        ("give a int", {"methods": [MVG], "tuning": True, "changes": {"num_data": 0.5}}),
+    ):
+        with pytest.raises(ValueError, match=match):
+            exploration.plan(["MountainCar"], **what)
+    options = ["reproduce", "exploration", "--tasks", "MountainCar", "--methods", BBB, "--seeds", "1"]
+    options += ["--iterations", "1", "--tuning", "--set", "lr=0.02", "--results", str(tmp_path)]
+    found = CliRunner().invoke(main, options)
+    assert found.exit_code == 0, found.output
+    assert not Results(tmp_path, "exploration").load()
+    (cell,) = Results(tmp_path, "exploration-tuning").load()
+    assert cell.method == f"{BBB} lr=0.02"
+
+
+def test_training_leaves_no_folders(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run(quick("TRPO", replicates=(0,), iterations=1))
+    assert not list(tmp_path.iterdir())
 
 
 # Rollouts of 60 steps a copy never reach the end of an episode, so no return is known: 5000 steps do.

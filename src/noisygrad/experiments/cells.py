@@ -12,15 +12,15 @@ import math
 import numbers
 import os
 import re
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from noisygrad.experiments.environment import versions
+from noisygrad.experiments.locked_files import BINARY, locked, write_all
 
 Key: TypeAlias = tuple[str, str, int]
 """What a cell is known by within its experiment: data, method, replicate."""
@@ -174,10 +174,10 @@ class Results:
         warning. Raises ResultsError for any other line that is not a cell.
         """
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | _BINARY)
+            descriptor = os.open(self.path, os.O_RDONLY | BINARY)
         except FileNotFoundError:
             return []
-        with _locked(descriptor, self.path, "shared"):
+        with locked(descriptor, self.path, "shared"):
             stored = self._read(descriptor)
         if stored.rest and not stored.whole:
             _warn(f"the last line of {self.path} is cut off and left out; its cell counts as missing")
@@ -197,8 +197,8 @@ class Results:
             if cell.experiment != self.experiment:
                 raise ValueError(f"{cell.label} is of experiment {cell.experiment!r}, the file of {self.experiment!r}")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _BINARY, 0o666)
-        with _locked(descriptor, self.path, "exclusive"):
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | BINARY, 0o666)
+        with locked(descriptor, self.path, "exclusive"):
             stored = self._read(descriptor)
             fresh: list[Cell] = []
             for cell in cells:
@@ -210,7 +210,7 @@ class Results:
                 self._cut_off(descriptor, lost, stored.end)
             # A line that lacks only its line end: an editor's work, or a write that stopped one byte early.
             start = "\n" if stored.whole else ""
-            _write_all(descriptor, (start + "".join(f"{cell.to_line()}\n" for cell in fresh)).encode(), self.path)
+            write_all(descriptor, (start + "".join(f"{cell.to_line()}\n" for cell in fresh)).encode(), self.path)
         if lost:
             _warn(
                 f"the last line of {self.path} was cut off; its {len(lost)} bytes are now in {self.path.name}.broken, "
@@ -365,47 +365,5 @@ def _shown(settings: Mapping[str, Any], name: str) -> str:
     return json.dumps(settings[name]) if name in settings else "not set"
 
 
-def _write_all(descriptor: int, data: bytes, path: Path) -> None:
-    """One write, safe on the disk afterwards; a full disk leaves the file as it was."""
-    before = os.fstat(descriptor).st_size
-    written = os.write(descriptor, data)
-    if written < len(data):
-        os.ftruncate(descriptor, before)
-        raise OSError(f"only {written} of {len(data)} bytes could be added to {path}, which is as before: disk full?")
-    os.fsync(descriptor)
-
-
 def _warn(text: str) -> None:
     warnings.warn(text, UserWarning, stacklevel=3)
-
-
-@contextmanager
-def _locked(descriptor: int, path: Path, kind: Literal["shared", "exclusive"]) -> Iterator[None]:
-    """Hold a lock of an open file, and close the file at the end, which lets the lock go; so does the process's end."""
-    try:
-        try:
-            _lock(descriptor, kind)
-        except OSError as reason:
-            raise OSError(f"cannot lock {path} ({reason}): put the results on a file system with locks") from reason
-        yield
-    finally:
-        os.close(descriptor)
-
-
-if sys.platform == "win32":
-    import msvcrt
-
-    _BINARY = os.O_BINARY
-
-    def _lock(descriptor: int, kind: Literal["shared", "exclusive"]) -> None:
-        # Windows locks bytes, and for readers too: one far behind the end hinders nobody but other lockers.
-        os.lseek(descriptor, 2**40, os.SEEK_SET)
-        msvcrt.locking(descriptor, msvcrt.LK_LOCK, 1)
-
-else:
-    import fcntl
-
-    _BINARY = 0
-
-    def _lock(descriptor: int, kind: Literal["shared", "exclusive"]) -> None:
-        fcntl.flock(descriptor, fcntl.LOCK_SH if kind == "shared" else fcntl.LOCK_EX)

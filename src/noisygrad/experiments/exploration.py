@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from stable_baselines3.common.callbacks import BaseCallback
 
+from noisygrad.baselines.bbb import BBBSettings
 from noisygrad.experiments.cells import Cell, Job
 from noisygrad.experiments.environment import device_name
 from noisygrad.experiments.exploration_conditions import (
@@ -35,12 +36,15 @@ from noisygrad.experiments.exploration_conditions import (
     NORM,
     PARTS,
     SEEDS,
+    TUNING,
 )
+from noisygrad.experiments.methods import check_types
 from noisygrad.exploration import (
     MODELS,
     TASKS,
     Bonus,
     Dynamics,
+    DynamicsSettings,
     GainBonus,
     IntrinsicReward,
     NoBonus,
@@ -49,6 +53,7 @@ from noisygrad.exploration import (
     Transitions,
     paper_trpo,
 )
+from noisygrad.training.noisy import NoisySettings
 from noisygrad.training.threads import one_thread
 
 _TOGETHER = 10
@@ -71,6 +76,8 @@ def plan(
     seeds: int | None = None,
     iterations: int | None = None,
     seed: int = 0,
+    tuning: bool = False,
+    changes: Config | None = None,
 ) -> list[Job]:
     """The jobs of a run, the cheap ones first.
 
@@ -80,10 +87,14 @@ def plan(
         seeds: How many; by default 20 of the two that are compared, 10 of the others.
         iterations: Of TRPO, instead of each task's own number.
         seed: The first one.
+        tuning: With seeds that the figure does not use.
+        changes: Other settings of the models, by name; the jobs are named after them. For tuning alone.
 
     Raises:
-        ValueError: A name is unknown or a number is not positive.
+        ValueError: A name is unknown, a number is not positive, or there are changes without tuning.
     """
+    if changes and not tuning:
+        raise ValueError("settings are chosen on seeds that the figure does not use: ask for tuning")
     for name, value in (("seeds", seeds), ("iterations", iterations)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1; got {value}")
@@ -92,11 +103,14 @@ def plan(
         if task not in ITERATIONS:
             raise ValueError(f"there is no task {task!r}; there are {', '.join(ITERATIONS)}")
         for method in methods:
-            config = _config(method) | {"iterations": iterations or ITERATIONS[task], "batch": _BATCH, "seed": seed}
+            config = _config(method, changes or {})
+            config |= {"iterations": iterations or ITERATIONS[task], "batch": _BATCH, "seed": seed}
+            config |= {"tuning": True} if tuning else {}
             count = seeds or (COMPARED_SEEDS if method in (MVG, BBB) else SEEDS)
             cost = config["iterations"] * _COST.get(method, _MODEL_COST)
+            name = " ".join([method, *(f"{key}={value}" for key, value in (changes or {}).items())])
             jobs += [
-                Job(data=task, method=method, replicates=tuple(group), config=config, cost=cost)
+                Job(data=task, method=name, replicates=tuple(group), config=config, cost=cost)
                 for group in _groups(range(count))
             ]
     return sorted(jobs, key=lambda job: job.cost)
@@ -107,21 +121,33 @@ def _groups(numbers: range) -> Iterator[range]:
         yield numbers[start : start + _TOGETHER]
 
 
-def _config(method: str) -> Config:
+def _config(method: str, changes: Config | None = None) -> Config:
     """The settings of a condition: `{}` for TRPO alone."""
     if method not in (*METHODS, *MORE_METHODS):
         raise ValueError(f"there is no condition {method!r}; there are {', '.join((*METHODS, *MORE_METHODS))}")
+    if changes and method in (ALONE, NORM):
+        raise ValueError(f"{method} has no model whose settings could be changed")
     if method == ALONE:
         return {}
     shared: Config = {"weight": 1e-4, "window": 10, "capacity": 100_000, "minimum": 500}
     if method == NORM:
         return shared
     covariance = "blockwise" if method.endswith(BLOCKWISE) else "exact"
-    return shared | {"model": asdict(MODELS[_model(method)]), "samples": 10, "covariance": covariance}
+    model = asdict(MODELS[method.removeprefix("TRPO+").removesuffix(BLOCKWISE)])
+    possible = {name: value for name, value in model.items() if name != "fit"} | model["fit"]
+    unknown = [name for name in changes or {} if name not in possible]
+    if unknown:
+        raise ValueError(f"{method} has no setting {', '.join(unknown)}; it has {', '.join(possible)}")
+    check_types(possible, changes or {})
+    for name, value in (changes or {}).items():
+        (model["fit"] if name in model["fit"] else model)[name] = value
+    return shared | {"model": model, "samples": 10, "covariance": covariance}
 
 
-def _model(method: str) -> str:
-    return method.removeprefix("TRPO+").removesuffix(BLOCKWISE)
+def _settings(model: Config) -> DynamicsSettings:
+    """Back from a configuration."""
+    fit = NoisySettings if "family" in model["fit"] else BBBSettings
+    return DynamicsSettings(**{**model, "fit": fit(**model["fit"]), "hidden": tuple(model["hidden"])})
 
 
 def run_job(job: Job, report: Report) -> list[Cell]:
@@ -135,9 +161,13 @@ def run_job(job: Job, report: Report) -> list[Cell]:
             report((number + 1) / iterations, f"iteration {number + 1} of {iterations}")
     seconds = (time.perf_counter() - start) / len(job.replicates)
     return [
-        job.cell(EXPERIMENT, agent.replicate, agent.metrics(), seconds=seconds, device=device_name("cpu"))
+        job.cell(_experiment(job), agent.replicate, agent.metrics(), seconds=seconds, device=device_name("cpu"))
         for agent in group.agents
     ]
+
+
+def _experiment(job: Job) -> str:
+    return TUNING if "tuning" in job.config else EXPERIMENT
 
 
 class _Group:
@@ -145,9 +175,11 @@ class _Group:
 
     def __init__(self, job: Job) -> None:
         self.dynamics: Dynamics | None = None
-        seeds = [1000 * job.config["seed"] + _FIRST_SEED + replicate for replicate in job.replicates]
+        first = 1000 * job.config["seed"] + (0 if "tuning" in job.config else _FIRST_SEED)
+        seeds = [first + replicate for replicate in job.replicates]
         if "model" in job.config:
-            self.dynamics = Dynamics(len(TASKS[job.data].largest_observation), 1, MODELS[_model(job.method)], seeds)
+            observations = len(TASKS[job.data].largest_observation)
+            self.dynamics = Dynamics(observations, 1, _settings(job.config["model"]), seeds)
         self.pools: list[ReplayPool] = []
         self.agents = [
             _Agent(job, replicate, seed, self._bonus(job, index, seed))
@@ -156,7 +188,7 @@ class _Group:
 
     def _bonus(self, job: Job, index: int, seed: int) -> Bonus:
         config = job.config
-        if job.method == ALONE:
+        if "weight" not in config:
             return NoBonus()
         pool = ReplayPool(config["capacity"], config["minimum"], seed=seed)
         if self.dynamics is None:

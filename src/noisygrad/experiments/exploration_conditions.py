@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 EXPERIMENT = "exploration"
+TUNING = "exploration-tuning"
+"""The same on other seeds, to choose settings by."""
 ITERATIONS = {"CartPoleSwingup": 150, "MountainCar": 40, "DoublePendulum": 150}
 """Of TRPO, by task, in the paper's order."""
 ALONE, NORM = "TRPO", "TRPO+norm"

@@ -12,6 +12,7 @@ from sb3_contrib import TRPO
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.buffers import RolloutBuffer
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.logger import Logger
 from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import GymEnv
 from stable_baselines3.common.vec_env import VecEnv
@@ -132,4 +133,8 @@ def paper_trpo(
         "device": "cpu",
     }
     env = TaskVector(task, copies, horizon=horizon, seed=seed)
-    return LinearBaselineTRPO("MlpPolicy", env, intrinsic=intrinsic, seed=seed, **(chosen | settings))
+    algorithm = LinearBaselineTRPO("MlpPolicy", env, intrinsic=intrinsic, seed=seed, **(chosen | settings))
+    if not {"verbose", "tensorboard_log"} & settings.keys():
+        # stable-baselines3's own logger leaves an empty folder in the temporary one at every call of learn().
+        algorithm.set_logger(Logger(None, []))
+    return algorithm

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from noisygrad.experiments.exploration_conditions import EXPERIMENT, ITERATIONS, METHODS, MORE_METHODS
+from noisygrad.experiments.exploration_conditions import EXPERIMENT, ITERATIONS, METHODS, MORE_METHODS, TUNING
 from noisygrad.reproduce.options import (
     Backend,
     Names,
@@ -21,6 +21,7 @@ from noisygrad.reproduce.options import (
     check_backend,
     chosen,
     clear_errors,
+    parsed_settings,
     run_missing,
 )
 
@@ -38,6 +39,12 @@ def exploration(
     seeds: Seeds = None,
     iterations: Iterations = None,
     seed: Seed = 0,
+    tuning: Annotated[
+        bool, typer.Option("--tuning", help="On seeds that the figure does not use: to choose settings.")
+    ] = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="With --tuning: another setting.")
+    ] = None,
 ) -> None:
     """Figure 3: returns of TRPO on sparse tasks, alone and with an information gain as its bonus.
 
@@ -50,9 +57,13 @@ def exploration(
         _need_extra()
         from noisygrad.experiments import exploration as experiment
 
-        jobs = experiment.plan(names, asked, seeds=seeds, iterations=iterations, seed=seed)
-        failed = run_missing(EXPERIMENT, jobs, experiment.run_job, results, backend, workers, scheduler)
-        _show(results, names, asked)
+        changes = parsed_settings(settings or [])
+        jobs = experiment.plan(
+            names, asked, seeds=seeds, iterations=iterations, seed=seed, tuning=tuning, changes=changes
+        )
+        kept = TUNING if tuning else EXPERIMENT
+        failed = run_missing(kept, jobs, experiment.run_job, results, backend, workers, scheduler)
+        _show(results, kept, names, list(dict.fromkeys(job.method for job in jobs)))
     if failed:
         raise typer.Exit(1)
 
@@ -65,11 +76,11 @@ def _need_extra() -> None:
         raise ModuleNotFoundError(str(error)) from error
 
 
-def _show(results: Path, tasks: Sequence[str], methods: Sequence[str]) -> None:
+def _show(results: Path, experiment: str, tasks: Sequence[str], methods: Sequence[str]) -> None:
     from noisygrad.experiments.cells import Results
     from noisygrad.report.exploration import area_table, exploration_study, paired_table
 
-    study = exploration_study(Results(results, EXPERIMENT).load())
+    study = exploration_study(Results(results, experiment).load())
     console = Console(highlight=False)
     console.print(area_table(study, methods, tasks).rich())
     pairs = paired_table(study, tasks)

@@ -1,0 +1,126 @@
+"""What HMC leaves: draws of a network's weights, their predictions, and what the chains say about themselves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+
+from noisygrad.likelihoods import Gaussian, Likelihood
+from noisygrad.posterior.weights import evaluating
+from noisygrad.predictions import Prediction, RegressionPrediction
+
+
+@dataclass(frozen=True)
+class HMCPosterior:
+    """Draws of the weights from the posterior, with what the chains say about themselves.
+
+    Attributes:
+        weights: By parameter, `[chains, samples, *shape]`, in float64.
+        rhat: The largest R̂ (split) of the predictions looked at and of their squared deviations from the mean.
+        ess: The smallest effective sample size of those.
+        acceptance: The mean probability of acceptance.
+    """
+
+    model: nn.Module
+    likelihood: Likelihood
+    weights: dict[str, Tensor]
+    data: tuple[Tensor, Tensor]
+    largest_rhat: float = 1.01
+    rhat: float = math.nan
+    ess: float = math.nan
+    acceptance: float = math.nan
+
+    @property
+    def converged(self) -> bool:
+        """Whether the chains agree: R̂ is at most `largest_rhat`."""
+        return self.rhat <= self.largest_rhat
+
+    @property
+    def num_draws(self) -> int:
+        """Of all chains."""
+        chains, samples = next(iter(self.weights.values())).shape[:2]
+        return chains * samples
+
+    def with_diagnostics(self, at: Tensor) -> HMCPosterior:
+        """The same with R̂ and the effective sample size of the network's outputs for these inputs.
+
+        Of the outputs themselves, whose mean is the prediction, and of their squared deviations, whose mean is its
+        variance.
+        """
+        from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
+
+        chains = next(iter(self.weights.values())).shape[0]
+        outputs = self.outputs(at).flatten(1)
+        looked_at = torch.cat([outputs, (outputs - outputs.mean(0)).square()], 1).unflatten(0, (chains, -1)).numpy()
+        with np.errstate(divide="ignore", invalid="ignore"):  # a constant output, such as a dead network's
+            rhat, ess = split_gelman_rubin(looked_at), effective_sample_size(looked_at)
+        return replace(self, rhat=float(np.nanmax(rhat)), ess=float(np.nanmin(ess)))
+
+    @torch.no_grad()
+    def outputs(self, x: Tensor, num_samples: int | None = None, *, batch_size: int | None = None) -> Tensor:
+        """The network's raw outputs `[num_samples, N, ...]` for draws spread evenly over all chains; None takes all."""
+        chosen = self._chosen(num_samples)
+        model = self.model
+
+        def one(weights: dict[str, Tensor], part: Tensor) -> Tensor:
+            output: Tensor = functional_call(model, weights, (part,))
+            return output
+
+        asked = wide(x.cpu())
+        parts = asked.split(batch_size) if batch_size is not None else (asked,)
+        with evaluating(model):
+            pieces = [vmap(one, in_dims=(0, None), chunk_size=2000)(chosen, part) for part in parts]
+        return torch.cat(pieces, dim=1)
+
+    def predict(
+        self,
+        x: Tensor,
+        num_samples: int | None = None,
+        *,
+        batch_size: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        """What the posterior says of `x`; a noise under a Gamma prior has its own posterior for each draw.
+
+        Arguments are as of other posteriors; `generator` is not used, since the draws are there.
+        """
+        outputs = self.outputs(x, num_samples, batch_size=batch_size)
+        likelihood = self.likelihood
+        if not isinstance(likelihood, Gaussian):
+            return likelihood.predictive(outputs)
+        if likelihood.fixed_variance is not None:
+            return RegressionPrediction(outputs, torch.tensor(likelihood.fixed_variance, dtype=outputs.dtype).sqrt())
+        shape, rate = self._noise(num_samples)
+        scale = (rate / shape).sqrt().unsqueeze(1)
+        return RegressionPrediction(outputs, scale, 2.0 * shape.expand_as(scale))
+
+    def _noise(self, num_samples: int | None) -> tuple[Tensor, Tensor]:
+        """The Gamma posterior of the precision given each draw: its shape, and its rate `[num_samples, K]`."""
+        assert isinstance(self.likelihood, Gaussian)
+        assert self.likelihood.noise_prior is not None
+        x, y = self.data
+        squared = (y.double() - self.outputs(x, num_samples)).square().sum(1)
+        a, b = self.likelihood.noise_prior
+        outputs = 1 if self.likelihood.per_output else squared.shape[-1]
+        total = squared if self.likelihood.per_output else squared.sum(-1, keepdim=True)
+        return torch.tensor(a + 0.5 * len(y) * outputs, dtype=torch.float64), b + 0.5 * total
+
+    def _chosen(self, num_samples: int | None) -> dict[str, Tensor]:
+        total = self.num_draws
+        if num_samples is not None and (not isinstance(num_samples, int) or not 1 <= num_samples <= total):
+            raise ValueError(f"num_samples must be an integer from 1 to {total}, of all draws; got {num_samples!r}")
+        flat = {name: tensor.flatten(0, 1) for name, tensor in self.weights.items()}
+        if num_samples is None or num_samples == total:
+            return flat
+        places = torch.linspace(0, total - 1, num_samples, dtype=torch.float64).round().long()
+        return {name: tensor[places] for name, tensor in flat.items()}
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """In float64, where it holds numbers with a point."""
+    return tensor.double() if tensor.is_floating_point() else tensor
