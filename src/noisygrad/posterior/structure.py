@@ -22,6 +22,7 @@ from noisygrad.curvature.parallel import side_by_side
 from noisygrad.curvature.passes import MatrixPass, Pass
 from noisygrad.families import dense, diagonal, kronecker, tridiagonal
 from noisygrad.families.base import Prior, Statistics
+from noisygrad.posterior.parameters import ParameterViews
 
 Family = Literal["diagonal", "kronecker", "tridiagonal", "full"]
 FAMILIES: tuple[Family, ...] = ("diagonal", "kronecker", "tridiagonal", "full")
@@ -209,27 +210,6 @@ class Coverage:
     __repr__ = __str__
 
 
-class ParameterViews:
-    """Detached views of the (parts of) parameters in the order of the flat vector."""
-
-    def __init__(self, parts: Sequence[tuple[Slot, nn.Parameter]], structure: Structure) -> None:
-        self._parts = parts
-        self._lead = len(structure.replicas)
-        self._storages: list[int] = []
-        self.generation = 0
-        self.known: list[Tensor] = []
-        self.current()
-
-    def current(self) -> list[Tensor]:
-        """The views, made anew if a parameter's storage was replaced (`model.to`, `p.data = …`) since."""
-        storages = [parameter.data_ptr() for _, parameter in self._parts]
-        if storages != self._storages:
-            self._storages = storages
-            self.generation += 1
-            self.known = [slot.of(parameter.detach(), self._lead) for slot, parameter in self._parts]
-        return self.known
-
-
 @dataclass
 class Structure:
     """The blocks of a model, its parameters, and where each lies in the flat vector."""
@@ -261,7 +241,8 @@ class Structure:
     def parameter_views(self, slots: Sequence[Slot]) -> ParameterViews:
         """The parts of the parameters that `slots` hold; one object for all flat vectors of this structure."""
         if self._parameter_views is None:
-            self._parameter_views = ParameterViews([(slot, self.parameters[slot.parameter]) for slot in slots], self)
+            parts = [(slot, self.parameters[slot.parameter]) for slot in slots]
+            self._parameter_views = ParameterViews(parts, len(self.replicas))
         return self._parameter_views
 
     @property
