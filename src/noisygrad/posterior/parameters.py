@@ -79,7 +79,7 @@ class Staging:
             )
             start += parameter.numel()
         self._gather = gather.to(flat.device)
-        self._scatter = torch.empty_like(places).index_copy_(0, gather, places).to(flat.device)
+        self._scatter = torch.empty_like(places).index_copy_(0, gather.long(), places).to(flat.device)
 
     def copy_to_(self, flat: Tensor) -> None:
         """What is here into a flat vector."""

@@ -116,11 +116,12 @@ class Block:
         seen = [unit for unit in self.units if unit.name in passes]
         if self.family == "diagonal" and seen:
             of_cpu = next(iter(current.tensors().values())).device.type == "cpu"
-            mine = {unit.name: passes[unit.name].squares for unit in seen}
+            mine = {unit.name: passes[unit.name].square_sums for unit in seen}
             found = side_by_side(list(mine.values()), when=of_cpu and self.size >= LARGE)
-            return diagonal.Statistics(self._joined(dict(zip(mine, found, strict=True))))
+            joined = self._joined(dict(zip(mine, found, strict=True)))
+            return diagonal.Statistics(joined.div_(passes[seen[0].name].examples))
         if self.family == "full" and seen:
-            return dense.Statistics.measure(self._joined({unit.name: passes[unit.name].rows() for unit in seen}))
+            return dense.Statistics.measure(self._joined({unit.name: [passes[unit.name].rows()] for unit in seen}))
         if not seen:
             nothing = current.map(torch.zeros_like)
             for name, tensor in nothing.tensors().items():
@@ -158,18 +159,13 @@ class Block:
                 found[unit.name] = MatrixPass(inputs, outputs, unit.constant)
         return [found[unit.name] for unit in self.units]
 
-    def _joined(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """The units' vectors as one; a layer that took no part has no gradient."""
-        if len(self.units) == 1:
-            return parts[self.units[0].name]
-        like = next(iter(parts.values()))
-        return torch.cat(
-            [
-                parts[unit.name] if unit.name in parts else like.new_zeros(*like.shape[:-1], unit.size)
-                for unit in self.units
-            ],
-            dim=-1,
-        )
+    def _joined(self, pieces: Mapping[str, Sequence[Tensor]]) -> Tensor:
+        """The units' vectors, each in pieces, as one of its own; a layer that took no part has no gradient."""
+        like = next(iter(pieces.values()))[0]
+        found: list[Tensor] = []
+        for unit in self.units:
+            found += pieces.get(unit.name) or [like.new_zeros(*like.shape[:-1], unit.size)]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
     def prior(self, precision_of: Callable[[str], float], dtype: torch.dtype, device: torch.device) -> Prior:
         """A fresh prior from the precision 1/η of each parameter."""
