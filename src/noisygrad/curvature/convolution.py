@@ -9,7 +9,7 @@ axis only, because along the other a tap is a slice of memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
@@ -32,10 +32,15 @@ def patches(module: Any, inputs: Tensor) -> Tensor:
     inputs = _padded(module, inputs)
     if len(kernel) == 2 and inputs.device.type == "cpu":  # on a GPU it would be one launch for each image
         return F.unfold(inputs, kernel, dilation=dilation, stride=stride).mT
-    for axis, (size, step, gap) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
-        inputs = inputs.unfold(axis, gap * (size - 1) + 1, step)[..., ::gap]
-    dims = len(kernel)  # now [B, channels, *positions, *kernel]
-    return inputs.movedim(1, dims + 1).flatten(dims + 1).flatten(1, dims)
+    (batch, channels, *sizes), (next_image, next_channel, *next_pixel) = inputs.shape, inputs.stride()
+    axes = zip(sizes, kernel, stride, dilation, strict=True)
+    positions = [(size - gap * (taps - 1) - 1) // step + 1 for size, taps, step, gap in axes]
+    next_position = [pixel * step for pixel, step in zip(next_pixel, stride, strict=True)]
+    next_tap = [pixel * gap for pixel, gap in zip(next_pixel, dilation, strict=True)]
+    windows = inputs.as_strided(
+        (batch, *positions, channels, *kernel), (next_image, *next_position, next_channel, *next_tap)
+    )
+    return windows.reshape(batch, math.prod(positions), channels * math.prod(kernel))
 
 
 def _padded(module: Any, inputs: Tensor) -> Tensor:
@@ -99,24 +104,34 @@ class PatchedPass(MatrixPass):
 
     def input_moment(self) -> Tensor:
         """The mean of a aᵀ, a sum over parts of the batch."""
-        return self._mean(MatrixPass.input_moment, self._patch_size * self.gradients.shape[1])
+        parts = self._parts(self._patch_size * self.gradients.shape[1])
+        total = self._share(first := next(parts), first.input_moment())
+        for part in parts:
+            total.add_(self._share(part, part.input_moment()))
+        return total
 
-    def squares(self) -> Tensor:
-        """The mean over the batch of squared per-example gradients, a sum over parts of it."""
+    def _share(self, part: MatrixPass, mean: Tensor) -> Tensor:
+        """What the mean over a part adds to the mean over all."""
+        return mean if part.examples == self.examples else mean * (part.examples / self.examples)
+
+    def _squared_products(self) -> Tensor:
+        """A sum over parts of the batch."""
         positions, outputs = self.gradients.shape[1:]
         rows = positions * (positions + 1) // 2 if positions <= FEW_POSITIONS else max(positions, outputs)
-        return self._mean(MatrixPass.squares, self._patch_size * rows)
-
-    def _mean(self, measure: Callable[[MatrixPass], Tensor], numbers: int) -> Tensor:
-        """Of parts of the batch, each as large as memory should be used, where an example takes so many numbers."""
-        size = at_once(self._images.device, numbers)
-        total: Tensor | None = None
-        for images, gradients in zip(self._images.split(size), self.gradients.split(size), strict=True):
-            share = len(images) / len(self._images)
-            part = measure(MatrixPass(patches(self._module, images), gradients, self.constant))
-            total = part * share if total is None else total.add_(part, alpha=share)
-        assert total is not None
+        parts = self._parts(self._patch_size * rows)
+        total = next(parts)._squared_products()
+        for part in parts:
+            total.add_(part._squared_products())
         return total
+
+    def _parts(self, numbers: int) -> Iterator[MatrixPass]:
+        """Of the batch, each as large as memory should be used, where an example takes so many numbers."""
+        size = at_once(self._images.device, numbers)
+        if size >= self.examples:
+            yield MatrixPass(self.activations, self.gradients, self.constant)
+            return
+        for images, gradients in zip(self._images.split(size), self.gradients.split(size), strict=True):
+            yield MatrixPass(patches(self._module, images), gradients, self.constant)
 
     @property
     def _patch_size(self) -> int:
@@ -188,11 +203,11 @@ class ConvolutionPass(PatchedPass):
         """As of any matrix, but positions come before examples, as the transpose leaves them."""
         return gram(_pixels_first(self.gradients.mT)) / self.gradients.shape[0]
 
-    def squares(self) -> Tensor:
-        """The mean over the batch of squared per-example gradients, without the patches."""
-        batch, positions, _ = self.gradients.shape
+    def square_sums(self) -> list[Tensor]:
+        """The sum over the batch of squared per-example gradients, without the patches."""
+        positions = self.gradients.shape[1]
         if positions == 1:
-            return MatrixPass.squares(self)
+            return super().square_sums()
         # Squares of small gradients would be denormal numbers: most CPUs are slow at those, and digits are lost.
         least, most = self.gradients.aminmax()
         largest = torch.maximum(-least, most)
@@ -204,7 +219,7 @@ class ConvolutionPass(PatchedPass):
         else:
             weight = self._squares_by_rows(scale)
         bias = (self.gradients.sum(dim=-2) / scale).square().sum(dim=-2)
-        return self._flat(weight, bias) * (scale.square() / batch)
+        return [piece * scale.square() for piece in self._pieces(weight, bias)]
 
     def _squares_by_taps(self, scale: Tensor) -> Tensor:
         """Each tap is a 1×1 convolution of what it sees: for few positions, of which the edges cut off most."""

@@ -2,12 +2,13 @@
 
 Every layer reaches the core in one layout, `[..., batch, shared, features]`: `shared` are the positions of a
 convolution or a sequence, or the several calls of one layer in a forward pass; `...` are replicas, then groups. A pass
-answers two questions in the order of its unit's weights: the per-example gradients (`rows`) and the mean of their
-squares (`squares`). The gradients are those of the *summed* loss, so that no batch size hides in them.
+answers two questions in the order of its unit's weights: the per-example gradients (`rows`) and the sums of their
+squares (`square_sums`). The gradients are those of the *summed* loss, so that no batch size hides in them.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from noisygrad.families.factorisation import capturing
 from noisygrad.families.kronecker import second_moment
 
 CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}
@@ -32,6 +34,8 @@ CACHE = 1 << 19
 
 _PLACES = threading.local()
 _HABITS = threading.local()
+
+_PAIRS: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor, Tensor]] = {}
 
 MANY = 16
 """From so many small matrices on, they are summed by one operation."""
@@ -69,24 +73,36 @@ def sum_of_squared_products(outputs: Tensor, inputs: Tensor) -> Tensor:
         return _by_pairs(outputs, inputs)
     if outputs.device.type == "cpu" and outputs.dim() == 3:
         return _in_cache(outputs, inputs)
-    per_example = inputs[..., :1, :1, :].numel() * outputs.shape[-1]
-    size = at_once(outputs.device, per_example)
-    total = None
+    batch, features = inputs.shape[-3], inputs.shape[-1]
+    size = at_once(outputs.device, math.prod(inputs.shape[:-3]) * features * outputs.shape[-1])
+    multiply = torch.bmm if outputs.dim() == inputs.dim() == 3 else torch.matmul
+    if size >= batch:
+        return _sum_of_squares(multiply(outputs.mT, inputs), -3)
+    total = outputs.new_zeros(())
     for g, a in zip(outputs.split(size, dim=-3), inputs.split(size, dim=-3), strict=True):
-        new = _sum_of_squares(g.mT @ a, -3)
-        total = new if total is None else total + new
-    assert total is not None
+        total = total + _sum_of_squares(multiply(g.mT, a), -3)
     return total
 
 
 def _by_pairs(outputs: Tensor, inputs: Tensor) -> Tensor:
     """Σ_b (Σ_t g a)² = Σ_{t ≤ t'} (1 or 2) (g_t g_t')(a_t a_t'): one product of matrices, for few positions."""
-    positions = outputs.shape[-2]
-    first, second = torch.triu_indices(positions, positions, device=outputs.device)
-    twice = (1.0 + (first != second)).to(outputs.dtype).unsqueeze(-1)
-    g: Tensor = outputs[..., first, :] * outputs[..., second, :] * twice
-    a: Tensor = inputs[..., first, :] * inputs[..., second, :]
+    first, second, twice = _pairs(outputs.shape[-2], outputs)
+    g = outputs.index_select(-2, first) * outputs.index_select(-2, second) * twice
+    a = inputs.index_select(-2, first) * inputs.index_select(-2, second)
     return g.flatten(start_dim=-3, end_dim=-2).mT @ a.flatten(start_dim=-3, end_dim=-2)
+
+
+def _pairs(positions: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The positions t ≤ t' of each pair, and how often it counts, `[pairs, 1]`."""
+    key = (positions, like.dtype, like.device)
+    if (known := _PAIRS.get(key)) is not None:
+        return known
+    # What is made while a graph is recorded has no numbers yet: others must not find it.
+    recorded = capturing()
+    first, second = torch.triu_indices(positions, positions, device=like.device if recorded else "cpu")
+    twice = (1.0 + (first != second)).to(like.dtype).unsqueeze(-1)
+    pairs = first.to(like.device), second.to(like.device), twice.to(like.device)
+    return pairs if recorded else _PAIRS.setdefault(key, pairs)
 
 
 def _place(count: int, dtype: torch.dtype) -> Tensor:
@@ -130,9 +146,18 @@ class Pass(ABC):
     def rows(self) -> Tensor:
         """Per-example gradients, `[*replicas, batch, n]`."""
 
+    @property
+    @abstractmethod
+    def examples(self) -> int:
+        """How many there are."""
+
+    def square_sums(self) -> list[Tensor]:
+        """The sum over the batch of their squares, in pieces `[*replicas, ...]` that make up `[*replicas, n]`."""
+        return [self.rows().square().sum(dim=-2)]
+
     def squares(self) -> Tensor:
         """The mean over the batch of their squares, `[*replicas, n]`."""
-        return self.rows().square().mean(dim=-2)
+        return torch.cat(self.square_sums(), dim=-1) / self.examples
 
     def carried(self) -> dict[str, Tensor]:
         """What it was made from, under `inputs` and `gradients`: where a number that is not finite can come from.
@@ -160,17 +185,22 @@ class MatrixPass(Pass):
     constant: bool
     grouped: bool = False
 
+    @property
+    def examples(self) -> int:
+        return self.gradients.shape[-3]
+
     def rows(self) -> Tensor:
         weight, bias = self.gradients.mT @ self.activations, self.gradients.sum(dim=-2)
         if self.grouped:
             weight, bias = weight.movedim(-4, -3), bias.movedim(-3, -2)
-        return self._flat(weight, bias)
+        return torch.cat(self._pieces(weight, bias), dim=-1)
 
-    def _flat(self, weight: Tensor, bias: Tensor) -> Tensor:
+    def _pieces(self, weight: Tensor, bias: Tensor | None) -> list[Tensor]:
         """All of W, then all of b, of every group."""
         weight = weight.flatten(start_dim=-3 if self.grouped else -2)
-        bias = bias.flatten(start_dim=-2) if self.grouped else bias
-        return torch.cat([weight, bias], dim=-1) if self.constant else weight
+        if bias is None or not self.constant:
+            return [weight]
+        return [weight, bias.flatten(start_dim=-2) if self.grouped else bias]
 
     def carried(self) -> dict[str, Tensor]:
         return {"inputs": self.activations, "gradients": self.gradients}
@@ -183,9 +213,13 @@ class MatrixPass(Pass):
         """The mean over examples and the sum over positions of g gᵀ: S of a Kronecker block."""
         return second_moment(self.gradients, self.gradients, False, False) * self.gradients.shape[-2]
 
-    def squares(self) -> Tensor:
-        weight = sum_of_squared_products(self.gradients, self.activations)
-        return self._flat(weight, self.gradients.sum(dim=-2).square().sum(dim=-2)) / self.gradients.shape[-3]
+    def square_sums(self) -> list[Tensor]:
+        bias = self.gradients.sum(dim=-2).square().sum(dim=-2) if self.constant else None
+        return self._pieces(self._squared_products(), bias)
+
+    def _squared_products(self) -> Tensor:
+        """The part of the weights, `[..., out, in]`."""
+        return sum_of_squared_products(self.gradients, self.activations)
 
     @classmethod
     def joined(cls, passes: Sequence[MatrixPass]) -> Pass:
@@ -206,6 +240,10 @@ class ElementwisePass(Pass):
     gradients: Tensor
     scale: bool
     shift: bool
+
+    @property
+    def examples(self) -> int:
+        return self.gradients.shape[-3]
 
     def rows(self) -> Tensor:
         columns = []
@@ -237,6 +275,10 @@ class EmbeddingPass(Pass):
     gradients: Tensor
     entries: int
 
+    @property
+    def examples(self) -> int:
+        return self.gradients.shape[0]
+
     def rows(self) -> Tensor:
         batch, _, features = self.gradients.shape
         table = self.gradients.new_zeros(batch * self.entries, features)
@@ -250,17 +292,17 @@ class EmbeddingPass(Pass):
         example = torch.arange(self.indices.shape[0], device=self.indices.device).unsqueeze(-1)
         return (example * self.entries + self.indices).flatten()
 
-    def squares(self) -> Tensor:
+    def square_sums(self) -> list[Tensor]:
         # An entry that occurs twice in an example has the *sum* of both gradients, squared. Equal keys are brought
         # together by sorting, so that no [batch, entries, features] table is made and nothing waits for the device.
-        batch, _, features = self.gradients.shape
+        features = self.gradients.shape[-1]
         keys, order = self._keys().sort()
         segment = torch.cat([keys.new_zeros(1), (keys.diff() != 0).cumsum(0)])
         summed = self.gradients.new_zeros(len(keys), features)
         summed.index_add_(0, segment, self.gradients.reshape(-1, features)[order])
         entry = torch.zeros_like(keys).index_copy_(0, segment, keys % self.entries)
         table = summed.new_zeros(self.entries, features).index_add_(0, entry, summed.square())
-        return (table / batch).flatten()
+        return [table.flatten()]
 
     @classmethod
     def joined(cls, passes: Sequence[Self]) -> Self:
@@ -281,14 +323,18 @@ class SummedPass(Pass):
     gradient: Tensor
     batch: int
 
+    @property
+    def examples(self) -> int:
+        return self.batch
+
     def rows(self) -> Tensor:
         raise TypeError(
             "a full covariance needs per-example gradients, and a table that is looked up once for all examples has "
             "none: look positions up for each example (expand the indices to [batch, positions]), or freeze the table"
         )
 
-    def squares(self) -> Tensor:
-        return self.gradient.square() / self.batch
+    def square_sums(self) -> list[Tensor]:
+        return [self.gradient.square()]
 
     @classmethod
     def joined(cls, passes: Sequence[Self]) -> Self:

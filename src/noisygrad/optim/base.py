@@ -24,7 +24,7 @@ from noisygrad.optim.closures import Closure, evaluate
 from noisygrad.optim.draws import Draw, Pending
 from noisygrad.optim.factors import Factors
 from noisygrad.optim.finite import FiniteGuard
-from noisygrad.optim.generators import make_generators, undone_on_failure
+from noisygrad.optim.generators import fill_normal_, make_generators, undone_on_failure
 from noisygrad.optim.graphs import Replays
 from noisygrad.optim.mean import MeanStep, Numbers
 from noisygrad.optim.options import (
@@ -247,7 +247,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
                 "this step was due to take statistics, but no loss was computed by draw.nll(output, target): the "
                 "Fisher, and so the width of the posterior, would be wrong"
             )
-        loss = None if pending.loss is None or closure is None else pending.loss / pending.calls
+        loss = None if closure is None else pending.mean_loss()
         try:
             apply_step(self, self._steps + 1)
         except BaseException:
@@ -281,7 +281,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
         Raises `NonFiniteError` if a GPU has masked a step since the last refresh.
         """
         self.guard.check()
-        self._read_mean()
+        if not self._in_draw:  # else the parameters are a sample, and the mean was read before
+            self._read_mean()
         return Posterior(
             self.model,
             self.likelihood,
@@ -324,11 +325,12 @@ class NoisyOptimizer(torch.optim.Optimizer):
         """A draw; without `restore` the mean comes back only after a failure, since a step is to write it anyway."""
         if self._in_draw:
             raise RuntimeError("sampled() contexts cannot be nested")
-        self._read_mean()
         due = with_statistics and self.options.stats_due(self._steps + 1)
         capture = Capture(self.structure.layers, compiled=self._compiled) if due else None
         draw = Draw(lambda output, target: self._measure(capture, output, target))
         with undone_on_failure(self.generators, self._consume):
+            if self.factors.noisy:
+                fill_normal_(self._noise, self.generators)
             self._in_draw, failed = True, True
             try:
                 self._draw_weights()
@@ -348,16 +350,16 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self._pending.expected_statistics |= due
 
     def _draw_weights(self) -> None:
-        """W = M + sqrt(λ/N) P^(−1/2) ε, into the parameters."""
+        """M from the parameters, and W = M + sqrt(λ/N) P^(−1/2) ε into them."""
         if not self.factors.noisy:
+            self._read_mean()
             return
         self._pending.settle()
-        rows = self._noise.view(len(self.generators), -1) if len(self.generators) > 1 else (self._noise,)
-        for row, generator in zip(rows, self.generators, strict=True):
-            row.normal_(generator=generator)
+        self.mean.find_parameters()
         self._replays.run("draw", self._memory(), self._perturb)
 
     def _perturb(self) -> None:
+        self._read_mean()
         self.factors.perturb(self.mean.flat, self._noise, self._scale, out=self._sample.flat)
         self._sample.write_parameters_()
 
@@ -367,8 +369,6 @@ class NoisyOptimizer(torch.optim.Optimizer):
 
     def _read_mean(self) -> None:
         """The parameters are the mean; the digits that narrow parameters cannot hold are kept as long as they agree."""
-        if self._in_draw:
-            return  # the parameters are a sample now, and the mean was read before
         if not self._narrow:
             self.mean.read_parameters_()
             return

@@ -93,6 +93,10 @@ class Pending:
         self.calls += 1
         self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
 
+    def mean_loss(self) -> Tensor | None:
+        """The mean of the losses, if there was one."""
+        return self.loss if self.loss is None or self.calls == 1 else self.loss / self.calls
+
     def add_noise(self, statistic: Tensor | None, batch: int) -> None:
         """Add what one batch says about the observation noise."""
         if statistic is None:

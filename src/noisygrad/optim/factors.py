@@ -105,8 +105,9 @@ class Factors:
     def _update_all(self, new: list[Tensor], decay: float | Tensor, mask: Tensor | None) -> None:
         rate = self._rate(decay, mask)
         if mask is not None:
+            masked = mask <= 0
             for tensor in new:
-                tensor.masked_fill_(mask <= 0, 0.0)
+                tensor.masked_fill_(masked, 0.0)
         if self._device.type == "cpu":
             flat = [tensor.reshape(-1) for tensor in new]
             self._moments.lerp_(torch.cat(flat) if len(flat) > 1 else flat[0], rate)

@@ -50,11 +50,12 @@ class FiniteGuard:
         self._owners = [name for block in structure.blocks for name in _owners(block)]
         # Each flag stands for the gradient (the first), a piece of the statistics or the targets (the last).
         self._bad = torch.zeros(len(self._owners) + 2, dtype=torch.bool, device=device)
+        self._bad_targets = self._bad[-1]
         self._spoilt: dict[tuple[tuple[str, str], ...], Tensor] = {}
 
     def note_targets(self, invalid: Tensor) -> None:
         """Remember a batch with impossible targets, found on the device; the step is masked and `check` raises."""
-        self._bad[-1] |= invalid
+        self._bad_targets.logical_or_(invalid)
 
     def watch(
         self,
@@ -76,23 +77,25 @@ class FiniteGuard:
         bad = ~self._sizes(total, statistics).isfinite()
         if plain:
             if bool(bad.any()):
-                self._note_trails(trails, bad.any())
+                self._note_trails(trails, None)
                 self._raise(bad)
             return None
-        skip = torch.zeros((), dtype=torch.bool, device=self._device)
-        if found_inf is not None:
-            skip = found_inf.to(self._device).reshape(()) > 0
-        self._bad[: len(bad)] |= bad & ~skip
-        self._note_trails(trails, ~skip)
+        skip = None if found_inf is None else found_inf.to(self._device).reshape(()) > 0
+        self._bad[: len(bad)].logical_or_(bad if skip is None else bad & ~skip)
+        self._note_trails(trails, skip)
         if self._device.type == "cpu":
             self.check()
-        fine = ~(bad.any() | skip | self._bad[-1])
-        gradient.copy_(torch.where(fine, gradient, 0.0))
-        return fine.to(gradient.dtype)
+        stop = bad.any() | self._bad_targets
+        if skip is not None:
+            stop |= skip
+        gradient.masked_fill_(stop, 0.0)
+        return (~stop).to(gradient.dtype)
 
-    def _note_trails(self, trails: Sequence[Trail], use: Tensor) -> None:
+    def _note_trails(self, trails: Sequence[Trail], skip: Tensor | None) -> None:
         for trail in trails:
-            spoilt = ~trail.sizes.isfinite() & use
+            spoilt = ~trail.sizes.isfinite()
+            if skip is not None:
+                spoilt &= ~skip
             if trail.places in self._spoilt:
                 self._spoilt[trail.places] |= spoilt
             else:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from numbers import Integral
 
 import torch
+from torch import Tensor
 
 from noisygrad.distributed import Ranks
 from noisygrad.families.factorisation import capturing
@@ -38,6 +39,13 @@ def part_generators_(generators: Sequence[torch.Generator], saved: int, ranks: R
     for generator in generators:
         seed = int(torch.randint(2**62, (), generator=generator, device=generator.device).item())
         generator.manual_seed(seed + ranks.rank * BETWEEN_RANKS)
+
+
+def fill_normal_(noise: Tensor, generators: Sequence[torch.Generator]) -> None:
+    """Standard normal numbers into `[*replicas, n]`, each replica's from its own generator."""
+    rows = noise.view(len(generators), -1) if len(generators) > 1 else (noise,)
+    for row, generator in zip(rows, generators, strict=True):
+        row.normal_(generator=generator)
 
 
 @contextmanager

@@ -46,15 +46,15 @@ class Replay:
 
     def __call__(self) -> None:
         """Do the work once."""
-        # Streams and recordings are those of the current GPU, which need not be the one that the tensors are on.
-        with torch.cuda.device(self._device):
-            if self._graph is None and self._runs < WARM_UPS:
-                self._runs += 1
-                self._warm_up()
-                return
-            if self._graph is None:
+        if self._graph is None:
+            # Streams and recordings are those of the current GPU, which need not be the one that the tensors are on.
+            with torch.cuda.device(self._device):
+                if self._runs < WARM_UPS:
+                    self._runs += 1
+                    self._warm_up()
+                    return
                 self._graph = self._recorded()
-            self._graph.replay()
+        self._graph.replay()  # which knows its GPU
 
     @property
     def pool(self) -> Pool | None:

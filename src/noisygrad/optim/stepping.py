@@ -25,8 +25,8 @@ def apply_step(optimizer: NoisyOptimizer, step: int) -> None:
         # As tensors, so that a step that is recorded now reads the numbers of the step that replays it.
         numbers = optimizer._numbers
         numbers.set(optimizer.param_groups, clip, decay)
-        if pending.loss is not None:
-            numbers.loss.copy_(pending.loss / pending.calls)
+        if (loss := pending.mean_loss()) is not None:
+            numbers.loss.copy_(loss)
         if _is_plain(optimizer, step):
             key = (optimizer._memory(), numbers.key(optimizer.param_groups))
             optimizer._replays.run("step", key, lambda: _plain_step(optimizer))

@@ -22,6 +22,7 @@ from noisygrad.curvature.parallel import side_by_side
 from noisygrad.curvature.passes import MatrixPass, Pass
 from noisygrad.families import dense, diagonal, kronecker, tridiagonal
 from noisygrad.families.base import Prior, Statistics
+from noisygrad.posterior.parameters import ParameterViews
 
 Family = Literal["diagonal", "kronecker", "tridiagonal", "full"]
 FAMILIES: tuple[Family, ...] = ("diagonal", "kronecker", "tridiagonal", "full")
@@ -115,11 +116,12 @@ class Block:
         seen = [unit for unit in self.units if unit.name in passes]
         if self.family == "diagonal" and seen:
             of_cpu = next(iter(current.tensors().values())).device.type == "cpu"
-            mine = {unit.name: passes[unit.name].squares for unit in seen}
+            mine = {unit.name: passes[unit.name].square_sums for unit in seen}
             found = side_by_side(list(mine.values()), when=of_cpu and self.size >= LARGE)
-            return diagonal.Statistics(self._joined(dict(zip(mine, found, strict=True))))
+            joined = self._joined(dict(zip(mine, found, strict=True)))
+            return diagonal.Statistics(joined.div_(passes[seen[0].name].examples))
         if self.family == "full" and seen:
-            return dense.Statistics.measure(self._joined({unit.name: passes[unit.name].rows() for unit in seen}))
+            return dense.Statistics.measure(self._joined({unit.name: [passes[unit.name].rows()] for unit in seen}))
         if not seen:
             nothing = current.map(torch.zeros_like)
             for name, tensor in nothing.tensors().items():
@@ -157,18 +159,13 @@ class Block:
                 found[unit.name] = MatrixPass(inputs, outputs, unit.constant)
         return [found[unit.name] for unit in self.units]
 
-    def _joined(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """The units' vectors as one; a layer that took no part has no gradient."""
-        if len(self.units) == 1:
-            return parts[self.units[0].name]
-        like = next(iter(parts.values()))
-        return torch.cat(
-            [
-                parts[unit.name] if unit.name in parts else like.new_zeros(*like.shape[:-1], unit.size)
-                for unit in self.units
-            ],
-            dim=-1,
-        )
+    def _joined(self, pieces: Mapping[str, Sequence[Tensor]]) -> Tensor:
+        """The units' vectors, each in pieces, as one of its own; a layer that took no part has no gradient."""
+        like = next(iter(pieces.values()))[0]
+        found: list[Tensor] = []
+        for unit in self.units:
+            found += pieces.get(unit.name) or [like.new_zeros(*like.shape[:-1], unit.size)]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
     def prior(self, precision_of: Callable[[str], float], dtype: torch.dtype, device: torch.device) -> Prior:
         """A fresh prior from the precision 1/η of each parameter."""
@@ -209,27 +206,6 @@ class Coverage:
     __repr__ = __str__
 
 
-class ParameterViews:
-    """Detached views of the (parts of) parameters in the order of the flat vector."""
-
-    def __init__(self, parts: Sequence[tuple[Slot, nn.Parameter]], structure: Structure) -> None:
-        self._parts = parts
-        self._lead = len(structure.replicas)
-        self._storages: list[int] = []
-        self.generation = 0
-        self.known: list[Tensor] = []
-        self.current()
-
-    def current(self) -> list[Tensor]:
-        """The views, made anew if a parameter's storage was replaced (`model.to`, `p.data = …`) since."""
-        storages = [parameter.data_ptr() for _, parameter in self._parts]
-        if storages != self._storages:
-            self._storages = storages
-            self.generation += 1
-            self.known = [slot.of(parameter.detach(), self._lead) for slot, parameter in self._parts]
-        return self.known
-
-
 @dataclass
 class Structure:
     """The blocks of a model, its parameters, and where each lies in the flat vector."""
@@ -261,7 +237,8 @@ class Structure:
     def parameter_views(self, slots: Sequence[Slot]) -> ParameterViews:
         """The parts of the parameters that `slots` hold; one object for all flat vectors of this structure."""
         if self._parameter_views is None:
-            self._parameter_views = ParameterViews([(slot, self.parameters[slot.parameter]) for slot in slots], self)
+            parts = [(slot, self.parameters[slot.parameter]) for slot in slots]
+            self._parameter_views = ParameterViews(parts, len(self.replicas))
         return self._parameter_views
 
     @property

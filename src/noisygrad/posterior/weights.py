@@ -1,7 +1,8 @@
 """One flat vector of weights and its views in the shapes of the parameters.
 
-A copy between the model and the flat vector is one `foreach` call over views, in either direction; nothing of the
-model is replaced, so optimiser, DDP and compiled code keep the parameters that they know.
+A copy between the model and the flat vector is one `foreach` call over views, in either direction, on a GPU perhaps
+with a gather (`parameters.Staging`); nothing of the model is replaced, so optimiser, DDP and compiled code keep the
+parameters that they know.
 """
 
 from __future__ import annotations
@@ -38,37 +39,55 @@ class FlatWeights:
         """A new vector of zeros."""
         return cls(structure, torch.zeros(*structure.replicas, structure.size, dtype=dtype, device=device))
 
+    def find_parameters(self) -> None:
+        """Notice parameters that were moved in memory since: `structure.generation` then counts."""
+        self._parameters.current()
+
     def read_parameters_(self) -> None:
         """Parameters → flat."""
-        torch._foreach_copy_(self._views, self._parameters.current())
+        self._read_(self._parameters.current(), self._places())
 
     def write_parameters_(self) -> None:
         """Flat → parameters, in place."""
-        torch._foreach_copy_(self._parameters.known, self._views)
+        staging = self._parameters.staging(self.flat, self._views)
+        views = self._views if staging is None else staging.filled_from(self.flat)
+        torch._foreach_copy_(self._parameters.known, views)
 
     def read_gradients_(self) -> None:
         """Gradients of the parameters → flat; a parameter without one counts as zero."""
         gradients = [self._structure.parameters[slot.parameter].grad for slot in self._slots]
-        views = self._views
+        places = self._places()
         if any(
             gradient is None or gradient.is_sparse or slot.rows
             for gradient, slot in zip(gradients, self._slots, strict=True)
         ):
-            views, gradients = self._usual_gradients(gradients)
-        if views:
-            torch._foreach_copy_(views, gradients)  # type: ignore[arg-type]
+            gradients, places = self._usual_gradients(gradients, places)
+        self._read_(gradients, places)  # type: ignore[arg-type]
 
-    def _usual_gradients(self, gradients: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Views and gradients where some are missing or belong to a part of a parameter."""
+    def _places(self) -> list[Tensor]:
+        """Where parameters and their gradients are copied to: here, or where they are gathered from."""
+        staging = self._parameters.staging(self.flat, self._views)
+        return self._views if staging is None else staging.views
+
+    def _read_(self, tensors: list[Tensor], places: list[Tensor]) -> None:
+        if places:
+            torch._foreach_copy_(places, tensors)
+        if (staging := self._parameters.staging(self.flat, self._views)) is not None:
+            staging.copy_to_(self.flat)
+
+    def _usual_gradients(
+        self, gradients: Sequence[Tensor | None], places: Sequence[Tensor]
+    ) -> tuple[list[Tensor | None], list[Tensor]]:
+        """Gradients and places where some are missing or belong to a part of a parameter."""
         kept: list[tuple[Tensor, Tensor]] = []
-        for slot, view, gradient in zip(self._slots, self._views, gradients, strict=True):
+        for slot, place, gradient in zip(self._slots, places, gradients, strict=True):
             if gradient is None:
-                view.zero_()
+                place.zero_()
             elif gradient.is_sparse:
                 raise ValueError(f"parameter {slot.parameter!r} has a sparse gradient, which is not supported")
             else:
-                kept.append((view, slot.of(gradient, self._lead)))
-        return [view for view, _ in kept], [gradient for _, gradient in kept]
+                kept.append((slot.of(gradient, self._lead), place))
+        return [gradient for gradient, _ in kept], [place for _, place in kept]
 
     def as_dict(self, *, like_parameters: bool = True) -> dict[str, Tensor]:
         """A copy as parameter name → tensor, in the parameters' dtype unless `like_parameters` is off."""
