@@ -120,7 +120,8 @@ class _Engine:
         self._used = self.steps_per_epoch * batch_size
         device = learner.device
         self._first_row = (torch.arange(replicas, device=device) * self._num_data).unsqueeze(-1)
-        self._order = torch.zeros(replicas, self.steps_per_epoch, batch_size, dtype=torch.long, device=device)
+        first = torch.arange(self._used, device=device) + self._first_row
+        self._order = first.view(replicas, self.steps_per_epoch, batch_size)
         self._shapes = learner.noise_shapes(batch_size)
         self._sizes = [math.prod(shape) for shape in self._shapes.values()]
         self._ahead = max(1, _NOISE_AHEAD // max(1, sum(self._sizes)))
@@ -133,12 +134,14 @@ class _Engine:
         self._steps = 0
 
     def begin_epoch(self, epoch: int) -> None:
-        """A new order for each replica, the same on every device."""
+        """A new order for each replica, the same on every device; one batch of everything needs none."""
+        self._batch_number.zero_()
+        if self._order.shape[-1] == self._num_data:
+            return
         seeds = self._streams.seeds
         rows = [torch.randperm(self._num_data, generator=epoch_generator(seed, epoch)) for seed in seeds]
         order = torch.stack(rows)[:, : self._used].to(self.learner.device)
         self._order.copy_((order + self._first_row).view_as(self._order))
-        self._batch_number.zero_()
 
     def begin_step(self) -> None:
         """Draw the noise of the next steps where none is left."""
