@@ -232,6 +232,17 @@ def test_the_command_keeps_what_it_has(command: str, tmp_path: Path, monkeypatch
     assert "known are" in wrong.output
 
 
+def test_the_truth_alone_needs_no_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("numpyro")
+    monkeypatch.setattr(hmc_correlation, "run_job", lambda job, *args, **kwargs: [made("HMC", [[1.0, 2.0]])])
+    monkeypatch.setattr(
+        hmc_correlation, "plan", lambda *args, **kwargs: [Job(data="boston", method="HMC", replicates=(0,), config={})]
+    )
+    options = ["reproduce", "hmc-correlation", "--data", "boston", "--methods", "HMC", "--results", str(tmp_path)]
+    found = CliRunner().invoke(app, options)
+    assert found.exit_code == 0, found.output
+
+
 def test_hmc_without_its_extra_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     options = ["reproduce", "hmc-correlation", "--data", "yacht", "--results", str(tmp_path)]

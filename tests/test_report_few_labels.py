@@ -10,7 +10,7 @@ import pytest
 from made_results import cell
 from noisygrad.experiments.cells import Cell, Results
 from noisygrad.report import few_labels, paper, site
-from noisygrad.report.comparison import CORRELATION, RMSE_ACTIVE, RMSE_RANDOM
+from noisygrad.report.comparison import CORRELATION, RMSE_ACTIVE, RMSE_RANDOM, Metric
 from noisygrad.report.page import Page
 from test_report import check_stands_alone
 from test_report_regression import paper_source, printed_rows
@@ -118,3 +118,30 @@ def test_a_method_without_hmc_is_not_compared(tmp_path: Path) -> None:
     Results(tmp_path, "hmc-correlation").append([one for one in correlation_cells("boston") if one.method != "HMC"])
     assert "There are no variances to compare" in page_of(tmp_path)
     assert "Active learning" in site.build_report(tmp_path).html()
+
+
+def test_the_committed_correlations_show_what_is_said_of_them() -> None:
+    cells = Results(Path(__file__).parents[1] / "results", "hmc-correlation").load()
+    study = few_labels.correlation_study(cells)
+    assert len(study.data) == 8
+    assert max(cell.metrics["rhat"] for cell in cells if cell.method == "HMC") <= 1.01
+
+    def means(method: str, metric: Metric = CORRELATION) -> np.ndarray:
+        found = [study.estimate(method, name, metric) for name in study.data]
+        assert all(len(study.values(method, name, metric)) == 10 for name in study.data)
+        return np.array([estimate.mean for estimate in found if estimate is not None])
+
+    for method in ("NNG-MVG", "NNG-BlkTri"):
+        for name in study.data:
+            standing = study.standing(method, name, CORRELATION)
+            assert standing is not None
+            assert standing.difference is not None
+            assert standing.difference > -2.0, (method, name)
+    mvg, chain = means("NNG-MVG"), means("NNG-BlkTri")
+    assert (mvg > means("NNG-FFG")).all()
+    assert (chain >= mvg - 0.01).all()
+    assert chain.mean() > mvg.mean()
+    assert int(few_labels._above_best(study).split()[0]) >= 5
+    scaled, ratios = means("NNG-BlkTri/lambda=1.4"), means("NNG-BlkTri/lambda=1.4", few_labels.RATIO)
+    assert ((ratios > 0.7) & (ratios < 1.4)).sum() >= 6
+    assert scaled.mean() > chain.mean() - 0.02  # of the right magnitude without losing the correlation

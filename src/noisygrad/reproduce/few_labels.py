@@ -116,7 +116,8 @@ def _show_correlation(results: Path, data: Sequence[str], methods: Sequence[str]
 
     study = correlation_study(Results(results, experiment.EXPERIMENT).load())
     shown = [method for method in methods if method != experiment.TRUTH]
-    Console(highlight=False).print(correlation_table(study, shown, data).rich())
+    if shown:
+        Console(highlight=False).print(correlation_table(study, shown, data).rich())
 
 
 def _show_active(results: Path, data: Sequence[str], methods: Sequence[str]) -> None:
