@@ -1,24 +1,39 @@
-"""Watch an episode: a car that always pushes where it moves gets out of its valley, as a moving picture.
+"""Watch a scripted controller solve a sparse task, as a moving picture.
 
-python examples/watch.py mountain_car.gif
+python examples/watch.py --task DoublePendulum --steps 360 --output double-pendulum.gif
 """
 
-import sys
+import argparse
 
 import gymnasium
-import numpy as np
 from PIL import Image
 
-env = gymnasium.make("noisygrad.exploration:noisygrad/MountainCar-v0", render_mode="rgb_array")
-observation, _ = env.reset(seed=0)
-frames, total, over = [env.render()], 0.0, False
-while not over:
-    push = 1.0 if observation[1] >= 0 else -1.0
-    observation, reward, terminated, truncated, _ = env.step(np.array([push], dtype=np.float32))
-    frames.append(env.render())
-    total, over = total + reward, terminated or truncated
-print(f"reward {total:g} after {len(frames) - 1} steps")
+from noisygrad.exploration.controllers import CONTROLLERS
 
-if len(sys.argv) > 1:
-    first, *others = (Image.fromarray(frame) for frame in frames)
-    first.save(sys.argv[1], save_all=True, append_images=others, duration=1000 // env.metadata["render_fps"])
+parser = argparse.ArgumentParser()
+parser.add_argument("--task", choices=CONTROLLERS, default="MountainCar")
+parser.add_argument("--seed", type=int, default=0, help="of the start")
+parser.add_argument("--steps", type=int, default=500, help="at most; an episode has no more than 500")
+parser.add_argument("--output", help="where the GIF goes; without it nothing is drawn")
+arguments = parser.parse_args()
+
+env = gymnasium.make(f"noisygrad/{arguments.task}-v0", render_mode="rgb_array")
+controller = CONTROLLERS[arguments.task]()
+observation, _ = env.reset(seed=arguments.seed)
+frames, total, steps, over = [], 0.0, 0, False
+every = max(1, env.metadata["render_fps"] // 20)  # of the steps, for about 20 pictures a second
+while not over and steps < arguments.steps:
+    if arguments.output and steps % every == 0:
+        frames.append(env.render())
+    observation, reward, terminated, truncated, _ = env.step(controller(observation))
+    total, steps, over = total + reward, steps + 1, terminated or truncated
+print(f"{arguments.task}: reward {total:g} after {steps} steps")
+
+if arguments.output:
+    frames.append(env.render())
+    # A few colours, the same in every frame, keep the file small.
+    colours = Image.fromarray(frames[-1]).quantize(24)
+    first, *others = (Image.fromarray(frame).quantize(palette=colours, dither=Image.Dither.NONE) for frame in frames)
+    pause = 1000 * every // env.metadata["render_fps"]
+    durations = [pause] * len(others) + [1500]  # the end stays for a moment
+    first.save(arguments.output, save_all=True, append_images=others, duration=durations, loop=0, disposal=1)

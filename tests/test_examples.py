@@ -71,8 +71,12 @@ def test_example_is_short(path):
     assert len(path.read_text(encoding="utf-8").splitlines()) < 60
 
 
-def test_watching_an_episode(tmp_path):
+@pytest.mark.parametrize("task", ["CartPoleSwingup", "MountainCar", "DoublePendulum"])
+def test_watching_an_episode(task, tmp_path):
     for extra in ("Box2D", "gymnasium", "sb3_contrib"):
         pytest.importorskip(extra)
-    assert re.search(r"reward 1 after (\d+) steps", run("watch.py", tmp_path / "car.gif"))
-    assert (tmp_path / "car.gif").read_bytes().startswith(b"GIF89a")
+    output = run("watch.py", "--task", task, "--output", tmp_path / "episode.gif")
+    assert float(re.search(rf"{task}: reward (\d+) after \d+ steps", output)[1]) >= 1
+    written = (tmp_path / "episode.gif").read_bytes()
+    assert written.startswith(b"GIF89a")
+    assert len(written) < 400_000

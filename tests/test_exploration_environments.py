@@ -1,4 +1,4 @@
-"""The three tasks: their constants, their physics, their rewards, and that something can solve each."""
+"""The three tasks: their constants, their physics, and their rewards."""
 
 import math
 
@@ -9,7 +9,6 @@ pytest.importorskip("Box2D")
 pytest.importorskip("sb3_contrib")
 gymnasium = pytest.importorskip("gymnasium")
 
-import scipy.linalg
 from gymnasium.utils.env_checker import check_env
 
 from noisygrad.exploration import TASKS, CartPoleSwingup, DoublePendulum, MountainCar
@@ -256,64 +255,5 @@ def test_double_pendulum_is_sparse_at_the_papers_threshold_only():
     assert np.mean(np.array(closest) < 1.0) > 0.85
 
 
-# ---------------------------------------------------------------- something solves each
-
-
-def test_mountain_car_is_solved_by_pushing_where_it_moves():
-    for seed in range(5):
-        assert play(MountainCar(), lambda o: 1.0 if o[1] >= 0 else -1.0, seed=seed) == 1.0
+def test_mountain_car_cannot_drive_straight_up():
     assert play(MountainCar(), lambda _: 1.0, state=(0.0, 0.0)) == 0.0
-
-
-def swing_up_and_balance(observation):
-    """Pump energy while the pole is low, brake near the ends of the rail, balance when it is up."""
-    x, speed, angle, rate = observation
-    angle = (angle + math.pi) % (2 * math.pi) - math.pi
-    if math.cos(angle) > 0.85 and abs(rate) < 4:
-        return (-40 * angle - 10 * rate + x + 2 * speed) / 10
-    if abs(x + speed * abs(speed) / 16) > 2.2:
-        return -math.copysign(1.0, speed)
-    energy = 0.5 * (0.1 * 0.25 + 0.0084) * rate**2 + 0.5 * (math.cos(angle) - 1)
-    return 10 * (0.05 - energy) * math.copysign(1.0, rate * math.cos(angle)) - (2 * x + speed) / 10
-
-
-def test_cart_pole_is_solved_by_pumping_energy_and_balancing():
-    returns = [play(CartPoleSwingup(), swing_up_and_balance, seed=seed) for seed in range(12)]
-    assert np.median(returns) > 400
-
-
-def test_double_pendulum_is_solved_by_rhythm_and_balanced_by_feedback():
-    returns = [
-        play(DoublePendulum(), square_wave(height, period), state=(0, 0, 0, 0))
-        for height in (0.2, 0.5, 1.0)
-        for period in (38, 53, 59)
-    ]
-    assert sum(total > 0 for total in returns) >= 2
-    assert play(DoublePendulum(), balance(), state=(math.pi + 0.02, 0, math.pi - 0.02, 0)) > 400
-
-
-def square_wave(height, period):
-    steps = iter(range(10**6))
-    return lambda _: height if next(steps) // period % 2 == 0 else -height
-
-
-def balance():
-    """A linear-quadratic regulator around both rods straight up."""
-    up, step = np.array([math.pi, 0, math.pi, 0]), 1e-5
-
-    def flow(state, torque):
-        first, second = double_pendulum_accelerations(state, torque)
-        return np.array([state[1], first, state[3], second])
-
-    columns = [(flow(up + step * e, 0) - flow(up - step * e, 0)) / (2 * step) for e in np.eye(4)]
-    push = (flow(up, step) - flow(up, -step)) / (2 * step)
-    whole = scipy.linalg.expm(0.02 * np.block([[np.stack(columns, 1), push[:, None]], [np.zeros((1, 5))]]))
-    a, b = whole[:4, :4], whole[:4, 4:]
-    cost = scipy.linalg.solve_discrete_are(a, b, np.eye(4), np.array([[0.01]]))
-    gain = np.linalg.solve(0.01 + b.T @ cost @ b, b.T @ cost @ a)[0]
-
-    def policy(o):
-        angles = [math.atan2(-o[0], -o[1]), math.atan2(-o[3], -o[4])]  # measured from straight up
-        return -gain @ [angles[0], o[2], angles[1], o[5]] / 50
-
-    return policy

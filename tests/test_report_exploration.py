@@ -104,3 +104,18 @@ def test_without_results_the_command_is_named(tmp_path: Path) -> None:
     Results(tmp_path, "exploration").append([failed])
     assert "the engine broke" in page_of(tmp_path)
     assert "Exploration" in site.build_report(tmp_path).html()
+
+
+def test_the_released_settings_are_spoken_of_where_there_are_runs_of_them(tmp_path: Path) -> None:
+    Results(tmp_path / "ours", "exploration").append(runs("MountainCar", "TRPO+BBB", 1.0))
+    Results(tmp_path / "both", "exploration").append(everything("MountainCar"))
+    assert "released code" not in page_of(tmp_path / "ours")
+    assert "released code" in page_of(tmp_path / "both")
+
+
+def test_seeds_are_given_by_task_where_they_differ():
+    cells = [*runs("MountainCar", "TRPO", 1.0, seeds=4), *runs("CartPoleSwingup", "TRPO", 1.0, seeds=4)]
+    cells += [*runs("MountainCar", "TRPO+BBB", 1.0, seeds=2), *runs("CartPoleSwingup", "TRPO+BBB", 1.0, seeds=3)]
+    study = exploration.exploration_study(cells)
+    rows = exploration.area_table(study, ["TRPO", "TRPO+BBB"], ["MountainCar", "CartPoleSwingup"]).rows
+    assert [row["seeds"] for row in rows] == ["4", "2, 3"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from Box2D import b2PolygonShape, b2World
+from Box2D import b2PolygonShape, b2RevoluteJoint, b2World
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
@@ -42,7 +42,7 @@ class Canvas:
         self._draw.ellipse((x - r, y - r, x + r, y + r), fill=colour)
 
     def world(self, world: b2World) -> None:
-        """Every body: polygons filled, chains as lines, a dot in each joint."""
+        """Every body: polygons filled, chains as lines, a dot in each hinge."""
         moving = 0
         for body in world.bodies:
             for fixture in body.fixtures:
@@ -53,7 +53,8 @@ class Canvas:
                     self.line(corners, palette.INK)
             moving += bool(body.fixtures) and body.mass > 0
         for joint in world.joints:
-            self.disc(joint.anchorB, 0.04, palette.INK)
+            if isinstance(joint, b2RevoluteJoint):
+                self.disc(joint.anchorB, 0.04, palette.INK)
 
     def pixels(self) -> NDArray[np.uint8]:
         """The picture, `[height, width, 3]`."""
