@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from noisygrad.cli import main
 from noisygrad.experiments import exploration
 from noisygrad.experiments.cells import Job, Results
-from noisygrad.experiments.exploration_conditions import BBB, COMPARED_SEEDS, ITERATIONS, METHODS, MVG, SEEDS
+from noisygrad.experiments.exploration_conditions import BBB, COMPARED_SEEDS, ITERATIONS, METHODS, MVG, NORM, SEEDS
 from noisygrad.exploration import MODELS
 
 
@@ -61,6 +61,8 @@ def test_settings_are_tuned_on_other_seeds(tmp_path):
     assert (job.config["model"]["num_data"], job.config["model"]["fit"]["lr"]) == (900, 0.1)
     settings = exploration._settings(job.config["model"])
     assert settings == replace(MODELS["NNG-MVG"], num_data=900, fit=replace(MODELS["NNG-MVG"].fit, lr=0.1))
+    (job_of_norm,) = exploration.plan(["MountainCar"], [NORM], seeds=1, tuning=True, changes={"weight": 1e-3})
+    assert job_of_norm.config["weight"] == 1e-3
     for name, model in MODELS.items():  # back from what a file of results holds
         stored = json.loads(json.dumps(exploration._config(f"TRPO+{name}")["model"]))
         assert exploration._settings(stored) == model
@@ -71,7 +73,8 @@ def test_settings_are_tuned_on_other_seeds(tmp_path):
     for match, what in (
         ("ask for tuning", {"methods": [MVG], "changes": {"lr": 0.1}}),
         ("has no setting magic", {"methods": [MVG], "tuning": True, "changes": {"magic": 1}}),
-        ("has no model", {"methods": ["TRPO"], "tuning": True, "changes": {"lr": 0.1}}),
+        ("has no setting weight; it has none", {"methods": ["TRPO"], "tuning": True, "changes": {"weight": 0.1}}),
+        ("has no setting model", {"methods": [MVG], "tuning": True, "changes": {"model": 1}}),
         ("give a int", {"methods": [MVG], "tuning": True, "changes": {"num_data": 0.5}}),
     ):
         with pytest.raises(ValueError, match=match):

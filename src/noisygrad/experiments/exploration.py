@@ -122,26 +122,25 @@ def _groups(numbers: range) -> Iterator[range]:
 
 
 def _config(method: str, changes: Config | None = None) -> Config:
-    """The settings of a condition: `{}` for TRPO alone."""
+    """The settings of a condition: `{}` for TRPO alone; `changes` may name those of the bonus, the model or its fit."""
     if method not in (*METHODS, *MORE_METHODS):
         raise ValueError(f"there is no condition {method!r}; there are {', '.join((*METHODS, *MORE_METHODS))}")
-    if changes and method in (ALONE, NORM):
-        raise ValueError(f"{method} has no model whose settings could be changed")
-    if method == ALONE:
-        return {}
-    shared: Config = {"weight": 1e-4, "window": 10, "capacity": 100_000, "minimum": 500}
-    if method == NORM:
-        return shared
-    covariance = "blockwise" if method.endswith(BLOCKWISE) else "exact"
-    model = asdict(MODELS[method.removeprefix("TRPO+").removesuffix(BLOCKWISE)])
-    possible = {name: value for name, value in model.items() if name != "fit"} | model["fit"]
-    unknown = [name for name in changes or {} if name not in possible]
-    if unknown:
-        raise ValueError(f"{method} has no setting {', '.join(unknown)}; it has {', '.join(possible)}")
-    check_types(possible, changes or {})
+    config: Config = {}
+    if method != ALONE:
+        config |= {"weight": 1e-4, "window": 10, "capacity": 100_000, "minimum": 500}
+    if method not in (ALONE, NORM):
+        covariance = "blockwise" if method.endswith(BLOCKWISE) else "exact"
+        model = asdict(MODELS[method.removeprefix("TRPO+").removesuffix(BLOCKWISE)])
+        config |= {"model": model, "samples": 10, "covariance": covariance}
+    groups = [config, *([config["model"], config["model"]["fit"]] if "model" in config else [])]
     for name, value in (changes or {}).items():
-        (model["fit"] if name in model["fit"] else model)[name] = value
-    return shared | {"model": model, "samples": 10, "covariance": covariance}
+        group = next((group for group in groups if name in group and not isinstance(group[name], dict)), None)
+        if group is None:
+            known = [known for group in groups for known in group if not isinstance(group[known], dict)]
+            raise ValueError(f"{method} has no setting {name}; it has {', '.join(known) or 'none'}")
+        check_types(group, {name: value})
+        group[name] = value
+    return config
 
 
 def _settings(model: Config) -> DynamicsSettings:
