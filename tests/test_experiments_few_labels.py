@@ -213,6 +213,13 @@ def test_hmc_goes_through_the_experiments(experiment: object, monkeypatch: pytes
         assert len(cells[0].metrics["rmse_active_by_round"]) == 3
 
 
+def test_tuning_has_a_file_of_its_own(tmp_path: Path) -> None:
+    options = ["reproduce", "active-learning", "--data", "yacht", "--methods", "PBP", "--trials", "1"]
+    found = CliRunner().invoke(app, [*options, "--tuning", "--set", "epochs=1", "--results", str(tmp_path)])
+    assert found.exit_code == 0, found.output
+    assert [path.name for path in tmp_path.glob("*.jsonl")] == ["active-learning-tuning.jsonl"]
+
+
 @pytest.mark.parametrize("command", ["hmc-correlation", "active-learning"])
 def test_the_command_keeps_what_it_has(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     method = {"hmc-correlation": "ridge", "active-learning": "PBP"}[command]
@@ -230,6 +237,26 @@ def test_the_command_keeps_what_it_has(command: str, tmp_path: Path, monkeypatch
     wrong = runner.invoke(app, ["reproduce", command, "--methods", "magic", "--results", str(tmp_path)])
     assert wrong.exit_code == 2
     assert "known are" in wrong.output
+
+
+def test_settings_are_tuned_on_other_trials() -> None:
+    experiment = active_learning
+    (asked,) = experiment.plan(["diabetes"], ["PBP"], trials=1, tuning=True, changes={"epochs": 2})
+    assert asked.method == "PBP epochs=2"
+    (tuned,) = experiment.run_job(asked, quiet)
+    assert tuned.experiment == "active-learning-tuning"
+    plain = replace(asked, config={name: value for name, value in asked.config.items() if name != "tuning"})
+    (other,) = experiment.run_job(plain, quiet)
+    assert tuned.metrics["rmse_random"] != other.metrics["rmse_random"]  # of another trial
+    (far,) = experiment.run_job(replace(plain, replicates=(1000,)), quiet)
+    assert tuned.metrics == far.metrics
+    for match, what in (
+        ("ask for tuning", {"changes": {"epochs": 2}}),
+        ("has no setting magic", {"tuning": True, "changes": {"magic": 2}}),
+        ("give a int", {"tuning": True, "changes": {"epochs": "many"}}),
+    ):
+        with pytest.raises(ValueError, match=match):
+            experiment.plan(["diabetes"], ["PBP"], **what)
 
 
 def test_the_truth_alone_needs_no_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

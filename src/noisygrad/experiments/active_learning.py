@@ -31,12 +31,16 @@ from noisygrad.experiments.few_labels import (
     Method,
     trial,
 )
+from noisygrad.experiments.methods import check_types
 from noisygrad.training.replicas import Execution
 from noisygrad.training.threads import one_thread
 
 EXPERIMENT = "active-learning"
+TUNING = "active-learning-tuning"
+"""The same on other trials, to choose settings by."""
 TRIALS = 40
 ACQUISITIONS = 9
+_FIRST_FOR_TUNING = 1000
 BATCH = "/batch"
 """A method with this suffix acquires three points at a time: those that tell most together."""
 METHODS_HERE = ("PBP", "NNG-FFG", "NNG-MVG", "NNG-BlkTri", f"NNG-MVG{BATCH}", "HMC")
@@ -60,6 +64,7 @@ __all__ = ["ACQUISITIONS", "DATA", "EXPERIMENT", "METHODS_HERE", "TRIALS", "plan
 
 
 def _method(name: str) -> Method:
+    name = name.split(" ", maxsplit=1)[0]  # what follows are the settings that are tuned
     return Hamiltonian(_HMC) if name == "HMC" else METHODS[name.removesuffix(BATCH)]
 
 
@@ -71,12 +76,18 @@ def plan(
     epochs: int | None = None,
     data_dir: str | Path | None = None,
     seed: int = 0,
+    tuning: bool = False,
+    changes: Config | None = None,
 ) -> list[Job]:
     """A job for each data set and method; its replicates are the trials.
 
+    With `tuning` they are other trials; `changes` are other settings for them, and the jobs are named after those.
+
     Raises:
-        ValueError: For a data set with too few rows.
+        ValueError: For a data set with too few rows, changes without tuning, or of a setting that a method has not.
     """
+    if changes and not tuning:
+        raise ValueError("settings are chosen on trials that the table does not use: ask for tuning")
     jobs = []
     for name in data:
         trial(load_table(name, data_dir), 0, ACQUISITIONS)
@@ -88,7 +99,13 @@ def plan(
                 config |= {"kl_weight": kl_weight, "mc_samples": _TRAINING_SAMPLES, "test_samples": _SAMPLES}
             if epochs is not None and "epochs" in config:
                 config |= {"epochs": epochs}
-            jobs.append(Job(data=name, method=method, replicates=tuple(range(trials)), config=config))
+            unknown = [key for key in changes or {} if key not in config]
+            if unknown:
+                raise ValueError(f"{method} has no setting {', '.join(unknown)}; it has {', '.join(config)}")
+            check_types(config, changes or {})
+            config |= (changes or {}) | ({"tuning": True} if tuning else {})
+            full = " ".join([method, *(f"{key}={value}" for key, value in (changes or {}).items())])
+            jobs.append(Job(data=name, method=full, replicates=tuple(range(trials)), config=config))
     return jobs
 
 
@@ -97,7 +114,9 @@ def run_job(job: Job, report: Report, *, data_dir: str | None = None, device: st
     start = time.perf_counter()
     table = load_table(job.data, data_dir)
     with one_thread(device == "cpu"):
-        race = _Race.start(table, job.replicates, job.config["seed"], job.config["at_once"])
+        first = _FIRST_FOR_TUNING if "tuning" in job.config else 0
+        trials = [first + replicate for replicate in job.replicates]
+        race = _Race.start(table, trials, job.config["seed"], job.config["at_once"])
         method = _method(job.method)
         rounds = job.config["acquisitions"] + 1
         figures: dict[str, list[Tensor]] = {"rmse": []}
@@ -116,14 +135,14 @@ def run_job(job: Job, report: Report, *, data_dir: str | None = None, device: st
     seconds = (time.perf_counter() - start) / len(job.replicates)
     return [
         job.cell(
-            EXPERIMENT,
-            number,
+            TUNING if "tuning" in job.config else EXPERIMENT,
+            replicate,
             _figures(found, index),
             seconds=seconds,
             device=device_name(device),
-            error=race.failures.get(number),
+            error=race.failures.get(trials[index]),
         )
-        for index, number in enumerate(job.replicates)
+        for index, replicate in enumerate(job.replicates)
     ]
 
 

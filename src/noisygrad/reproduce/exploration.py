@@ -17,6 +17,8 @@ from noisygrad.reproduce.options import (
     ResultsFolder,
     Scheduler,
     Seed,
+    TunedSettings,
+    Tuning,
     Workers,
     check_backend,
     chosen,
@@ -39,12 +41,8 @@ def exploration(
     seeds: Seeds = None,
     iterations: Iterations = None,
     seed: Seed = 0,
-    tuning: Annotated[
-        bool, typer.Option("--tuning", help="On seeds that the figure does not use: to choose settings.")
-    ] = False,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="With --tuning: another setting.")
-    ] = None,
+    tuning: Tuning = False,
+    settings: TunedSettings = None,
 ) -> None:
     """Figure 3: returns of TRPO on sparse tasks, alone and with an information gain as its bonus.
 

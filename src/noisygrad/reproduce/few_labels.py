@@ -19,12 +19,15 @@ from noisygrad.reproduce.options import (
     ResultsFolder,
     Scheduler,
     Seed,
+    TunedSettings,
+    Tuning,
     Workers,
     check_backend,
     check_device,
     chosen,
     clear_errors,
     data_folder,
+    parsed_settings,
     run_missing,
 )
 
@@ -77,6 +80,8 @@ def active_learning(
     epochs: Epochs = None,
     trials: Trials = None,
     seed: Seed = 0,
+    tuning: Tuning = False,
+    settings: TunedSettings = None,
 ) -> None:
     """Table 4: test RMSE after nine points were chosen by their variance, against nine chosen at random.
 
@@ -89,11 +94,19 @@ def active_learning(
         names, asked = chosen(data, experiment.DATA), chosen(methods, experiment.METHODS_HERE)
         where = _checked(device, backend, scheduler, asked, data_dir)
         jobs = experiment.plan(
-            names, asked, trials=trials or experiment.TRIALS, epochs=epochs, data_dir=where, seed=seed
+            names,
+            asked,
+            trials=trials or experiment.TRIALS,
+            epochs=epochs,
+            data_dir=where,
+            seed=seed,
+            tuning=tuning,
+            changes=parsed_settings(settings or []),
         )
         work = partial(experiment.run_job, data_dir=where, device=device)
-        failed = run_missing(experiment.EXPERIMENT, jobs, work, results, backend, workers, scheduler)
-        _show_active(results, names, asked)
+        kept = experiment.TUNING if tuning else experiment.EXPERIMENT
+        failed = run_missing(kept, jobs, work, results, backend, workers, scheduler)
+        _show_active(results, kept, names, list(dict.fromkeys(job.method for job in jobs)))
     if failed:
         raise typer.Exit(1)
 
@@ -120,10 +133,9 @@ def _show_correlation(results: Path, data: Sequence[str], methods: Sequence[str]
         Console(highlight=False).print(correlation_table(study, shown, data).rich())
 
 
-def _show_active(results: Path, data: Sequence[str], methods: Sequence[str]) -> None:
-    from noisygrad.experiments import active_learning as experiment
+def _show_active(results: Path, experiment: str, data: Sequence[str], methods: Sequence[str]) -> None:
     from noisygrad.experiments.cells import Results
     from noisygrad.report.few_labels import active_study, active_table
 
-    study = active_study(Results(results, experiment.EXPERIMENT).load())
+    study = active_study(Results(results, experiment).load())
     Console(highlight=False).print(active_table(study, methods, data).rich())

@@ -37,6 +37,12 @@ Settings = Annotated[
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Decides the initial weights, the batches and every draw.")]
 Epochs = Annotated[int | None, typer.Option(min=1, help="Instead of each method's own number: for a quick look.")]
+Tuning = Annotated[
+    bool, typer.Option("--tuning", help="On seeds or trials that no table or figure uses: to choose settings.")
+]
+TunedSettings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="With --tuning: another setting.")
+]
 Splits = Annotated[int | None, typer.Option(min=1, help="Only the first so many splits of each set.")]
 
 
