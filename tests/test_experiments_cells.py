@@ -1,18 +1,23 @@
 """Stored cells: nothing is lost but what a kill cuts off, nothing is stored twice, nothing of another configuration."""
 
+import importlib
 import itertools
 import json
 import math
 import multiprocessing
 import os
 import random
+import sys
+import tempfile
 import time
+import types
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from noisygrad.experiments import locked_files
 from noisygrad.experiments.cells import Cell, ConfigurationError, Job, Results, ResultsError
 
 VERSIONS = {"python": "3", "torch": "2"}
@@ -302,3 +307,21 @@ def test_processes_that_store_at_once_lose_and_double_nothing(results, launch):
     assert all(each.metrics == {"rmse": each.replicate / 7} for each in found)
     methods = [each.method for each in found]
     assert sum(one != other for one, other in itertools.pairwise(methods)) > 3, "they did not run at the same time"
+
+
+def test_windows_has_its_own_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    module = types.ModuleType("msvcrt")
+    module.LK_LOCK, module.locking = 1, lambda descriptor, mode, count: calls.append(count)
+    monkeypatch.setitem(sys.modules, "msvcrt", module)
+    monkeypatch.setattr(os, "O_BINARY", 32768, raising=False)
+    with monkeypatch.context() as other:
+        other.setattr(sys, "platform", "win32")
+        importlib.reload(locked_files)
+    try:
+        assert locked_files.BINARY == 32768
+        with tempfile.TemporaryFile() as file:
+            locked_files._lock(file.fileno(), "shared")
+        assert calls == [1]
+    finally:
+        importlib.reload(locked_files)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -107,3 +108,33 @@ def test_a_training_is_the_same_and_follows_parameters_to_another_order(
         train_on(model, optimizer, 3)
         states.append(optimizer.state_dict()["tensors"])
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_a_draw_that_fails_leaves_the_weights_that_were_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    optimizer = ng.NoisyAdam(model, ng.Gaussian(noise_variance=0.1), num_data=50, seed=0)
+    x, y = torch.randn(8, 3), torch.randn(8, 1)
+    optimizer.step(lambda: (model(x), y))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7.0)  # what a user might load
+
+    def no_memory(*args: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(optimizer._replays, "run", no_memory)
+    with pytest.raises(RuntimeError, match="out of memory"), optimizer.sampled():
+        pass
+    assert all(bool((parameter == 7.0).all()) for parameter in model.parameters())
+
+
+def test_staging_stays_as_long_as_the_parameters_and_is_not_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameters, "DEVICES", {"cpu"})
+    model = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+    optimizer = ng.NoisyAdam(model, ng.Gaussian(noise_variance=0.1), num_data=50, seed=0)
+    views = optimizer.mean._parameters
+    before = views.staging(optimizer.mean.flat, optimizer.mean._views)
+    assert before is not None
+    FlatWeights.zeros(optimizer.structure, torch.float64, torch.device("cpu"))._places()
+    assert views.staging(optimizer.mean.flat, optimizer.mean._views) is before
+    assert not pickle.loads(pickle.dumps(views))._staging

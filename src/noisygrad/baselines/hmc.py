@@ -132,7 +132,7 @@ class HMC:
         each = [prior_precision(prior_variance, name) for name in names]
         self._precision = np.repeat(np.array(each), self._sizes)
         self._sampler = self._make_sampler()
-        self._device = _jax_device(device)
+        self._device = jax_device(device)
 
     def _make_sampler(self) -> Any:
         need_extra()
@@ -236,7 +236,7 @@ class HMC:
                 raise ValueError(f"the model cannot take such inputs: {error}") from error
         for output, target, own_weight in zip(outputs, y, weight, strict=True):
             self.likelihood.check(output[own_weight > 0], target[own_weight > 0])
-        with _double():
+        with _double(), _on(self._device):
             try:
                 found = np.asarray(self._network({name: part.numpy() for name, part in own.items()}, _array(at[0])))
             except (KeyError, TypeError, ValueError) as error:
@@ -303,8 +303,8 @@ def _on(device: Any) -> Any:
     return jax.default_device(device)
 
 
-def _jax_device(device: str) -> Any:
-    """JAX's name of a device of torch's."""
+def jax_device(device: str) -> Any:
+    """JAX's name of a device of torch's; raises ValueError where JAX has no such device."""
     import jax
 
     asked = torch.device(device)

@@ -99,9 +99,10 @@ class Sampler:
             states, kept = self._program("sample", size, self._sample)(states, data, step_size, now)
             found.append(np.asarray(kept))
             report((done + size) / self._schedule.samples)
-        self._states = jax.tree.map(lambda all, some: all.at[places].set(some), self._states, states)
-        self._keys = self._keys.at[places].set(keys)  # type: ignore[union-attr]
-        asked = count if only is None else len(only)
+        asked = count if only is None else len(only)  # what follows is repetition
+        self._states, self._keys = jax.tree.map(
+            lambda old, new: old.at[places[:asked]].set(new[:asked]), (self._states, self._keys), (states, keys)
+        )
         return np.moveaxis(np.concatenate(found), 0, 2)[:asked]
 
     @property

@@ -41,6 +41,8 @@ TUNING = "active-learning-tuning"
 TRIALS = 40
 ACQUISITIONS = 9
 _FIRST_FOR_TUNING = 1000
+_PROTOCOL = ("seed", "acquisitions", "at_once")
+"""What is no setting of a method."""
 BATCH = "/batch"
 """A method with this suffix acquires three points at a time: those that tell most together."""
 METHODS_HERE = ("PBP", "NNG-FFG", "NNG-MVG", "NNG-BlkTri", f"NNG-MVG{BATCH}", "HMC")
@@ -99,10 +101,11 @@ def plan(
                 config |= {"kl_weight": kl_weight, "mc_samples": _TRAINING_SAMPLES, "test_samples": _SAMPLES}
             if epochs is not None and "epochs" in config:
                 config |= {"epochs": epochs}
-            unknown = [key for key in changes or {} if key not in config]
+            own = {key: value for key, value in config.items() if key not in _PROTOCOL}
+            unknown = [key for key in changes or {} if key not in own]
             if unknown:
-                raise ValueError(f"{method} has no setting {', '.join(unknown)}; it has {', '.join(config)}")
-            check_types(config, changes or {})
+                raise ValueError(f"{method} has no setting {', '.join(unknown)}; it has {', '.join(own)}")
+            check_types(own, changes or {})
             config |= (changes or {}) | ({"tuning": True} if tuning else {})
             full = " ".join([method, *(f"{key}={value}" for key, value in (changes or {}).items())])
             jobs.append(Job(data=name, method=full, replicates=tuple(range(trials)), config=config))

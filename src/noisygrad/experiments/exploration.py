@@ -93,6 +93,8 @@ def plan(
     Raises:
         ValueError: A name is unknown, a number is not positive, or there are changes without tuning.
     """
+    if tuning and (seeds or 0) > _FIRST_SEED:
+        raise ValueError(f"tuning has {_FIRST_SEED} seeds, since the figure has the next ones; got {seeds}")
     if changes and not tuning:
         raise ValueError("settings are chosen on seeds that the figure does not use: ask for tuning")
     for name, value in (("seeds", seeds), ("iterations", iterations)):
@@ -140,6 +142,11 @@ def _config(method: str, changes: Config | None = None) -> Config:
             raise ValueError(f"{method} has no setting {name}; it has {', '.join(known) or 'none'}")
         check_types(group, {name: value})
         group[name] = value
+    if config.get("samples", 1) < 1 or config.get("covariance") not in (None, "exact", "blockwise"):
+        raise ValueError(
+            "samples must be at least 1 and covariance exact or blockwise; "
+            f"got {config['samples']!r} and {config['covariance']!r}"
+        )
     return config
 
 

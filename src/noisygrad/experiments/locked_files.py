@@ -36,7 +36,7 @@ def locked(descriptor: int, path: Path, kind: Literal["shared", "exclusive"]) ->
 if sys.platform == "win32":
     import msvcrt
 
-    BINARY = os.OBINARY
+    BINARY = os.O_BINARY
 
     def _lock(descriptor: int, kind: Literal["shared", "exclusive"]) -> None:
         # Windows locks bytes, and for readers too: one far behind the end hinders nobody but other lockers.

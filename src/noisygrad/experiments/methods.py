@@ -234,6 +234,8 @@ def check_types(config: Config, settings: Mapping[str, Any]) -> None:
     """Refuse a setting of another kind than the one it replaces: text for a number, a broken number for a whole one."""
     for name, value in settings.items():
         old = config[name]
+        if isinstance(old, tuple) and isinstance(value, list):
+            continue
         number = isinstance(old, float) and isinstance(value, int | float) and not isinstance(value, bool)
         if old is not None and type(value) is not type(old) and not number:
             raise ValueError(f"{name} is {old!r}, so it cannot be {value!r}: give a {type(old).__name__}")

@@ -58,6 +58,7 @@ class CapturedStep:
                 return self._as_it_is()
         numbers = optimizer._numbers
         numbers.set(optimizer.param_groups, options.clip_at(step), options.decay_at(step))
+        optimizer.mean.find_parameters()
         dampings = [group["damping"] for group in optimizer.param_groups]
         key = (optimizer._memory(), numbers.key(optimizer.param_groups), self._mode(), *dampings)
         self._replays.run(f"{statistics} {refresh}", key, self._work)

@@ -24,8 +24,7 @@ class ParameterViews:
         self._parts = parts
         self._lead = lead
         self._storages: list[int] = []
-        self._staging: Staging | None = None
-        self._staged_for: tuple[object, ...] = ()
+        self._staging: dict[tuple[torch.dtype, torch.device], Staging | None] = {}
         self.generation = 0
         self.known: list[Tensor] = []
         self.current()
@@ -36,22 +35,27 @@ class ParameterViews:
         if storages != self._storages:
             self._storages = storages
             self.generation += 1
+            self._staging.clear()
             self.known = [slot.of(parameter.detach(), self._lead) for slot, parameter in self._parts]
         return self.known
 
     def staging(self, flat: Tensor, views: Sequence[Tensor]) -> Staging | None:
         """What lies between the parameters and a flat vector; None where they are rather copied directly.
 
-        One for all flat vectors of a type: what is in it does not outlast a copy.
+        One for all flat vectors of a type, since what is in it does not outlast a copy. It stays as long as the
+        parameters do: recorded graphs know its memory.
         """
         if flat.device.type not in DEVICES:
             return None
-        key = (self.generation, flat.dtype, flat.device)
-        if key != self._staged_for:
+        key = (flat.dtype, flat.device)
+        if key not in self._staging:
             alike = all(own.stride() == view.stride() for own, view in zip(self.known, views, strict=True))
-            self._staging = None if alike or not flat.is_contiguous() else Staging(self.known, flat, views)
-            self._staged_for = key
-        return self._staging
+            self._staging[key] = None if alike or not flat.is_contiguous() else Staging(self.known, flat, views)
+        return self._staging[key]
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without the staging, which is made anew where it is needed."""
+        return {**vars(self), "_staging": {}}
 
 
 class Staging:

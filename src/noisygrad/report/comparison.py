@@ -53,7 +53,8 @@ class Metric:
     def prefers(self, first: float, second: float) -> bool:
         """Whether the first value is the better one."""
         if self.better == "nearest to 1":
-            return abs(math.log(first)) < abs(math.log(second))
+            first, second = (max(value, 1 / value) if value > 0 else math.inf for value in (first, second))
+            return first < second
         return first < second if self.better == "lowest" else first > second
 
 

@@ -116,9 +116,10 @@ def _checked(device: str, backend: str, scheduler: str | None, methods: Sequence
     check_device(device)
     check_backend(backend, scheduler)
     if "HMC" in methods:
-        from noisygrad.baselines.hmc import need_extra
+        from noisygrad.baselines.hmc import jax_device, need_extra
 
         need_extra()
+        jax_device(device)
     return data_folder(data_dir)
 
 
