@@ -331,10 +331,9 @@ class NoisyOptimizer(torch.optim.Optimizer):
         with undone_on_failure(self.generators, self._consume):
             if self.factors.noisy:
                 fill_normal_(self._noise, self.generators)
-            self._in_draw, drawn, failed = True, False, True
+            self._draw_weights()  # where this fails, the user's weights are still there
+            self._in_draw, failed = True, True
             try:
-                self._draw_weights()
-                drawn = True
                 if capture is None:
                     yield draw, None
                 else:
@@ -344,8 +343,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
             finally:
                 self._in_draw = False
                 draw.close()
-                # A draw that failed has read no mean and written no weights: those of the user are still there.
-                if self.factors.noisy and drawn and (restore or failed):
+                if self.factors.noisy and (restore or failed):
                     self.mean.write_parameters_()
             draw.check_differentiated()
         self._pending.add_draw(self._sample.flat if self.factors.noisy else self.mean.flat)
