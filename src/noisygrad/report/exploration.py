@@ -199,7 +199,7 @@ def sections(results: Path, page: Page) -> None:
     if any(RELEASED in method for method in methods):
         page.text(
             "The settings of the released code are reported apart: with a noise of five standard deviations of the "
-            "data its models never learn to predict, and their gain is little more than the size of the observation."
+            "data its models hardly learn to predict: their errors are among those below."
         )
     page.tiles(_tiles(study, tasks))
     panels = _panels(study, tasks)
