@@ -19,6 +19,7 @@ from torch import Tensor
 from noisygrad.baselines.hmc import HMCSettings
 from noisygrad.data import Table, load_table, standardised
 from noisygrad.experiments.cells import Cell, Job
+from noisygrad.experiments.changes import check_changes, named_after
 from noisygrad.experiments.environment import device_name
 from noisygrad.experiments.few_labels import (
     DATA,
@@ -31,7 +32,6 @@ from noisygrad.experiments.few_labels import (
     Method,
     trial,
 )
-from noisygrad.experiments.methods import check_types
 from noisygrad.training.replicas import Execution
 from noisygrad.training.threads import one_thread
 
@@ -102,13 +102,10 @@ def plan(
             if epochs is not None and "epochs" in config:
                 config |= {"epochs": epochs}
             own = {key: value for key, value in config.items() if key not in _PROTOCOL}
-            unknown = [key for key in changes or {} if key not in own]
-            if unknown:
-                raise ValueError(f"{method} has no setting {', '.join(unknown)}; it has {', '.join(own)}")
-            check_types(own, changes or {})
+            check_changes(method, own, changes or {})
             config |= (changes or {}) | ({"tuning": True} if tuning else {})
-            full = " ".join([method, *(f"{key}={value}" for key, value in (changes or {}).items())])
-            jobs.append(Job(data=name, method=full, replicates=tuple(range(trials)), config=config))
+            label = named_after(method, changes or {})
+            jobs.append(Job(data=name, method=label, replicates=tuple(range(trials)), config=config))
     return jobs
 
 

@@ -32,10 +32,10 @@ from noisygrad.experiments.calibration import (
     under_corruption,
 )
 from noisygrad.experiments.cells import Cell, Job
+from noisygrad.experiments.changes import check_changes, named_after
 from noisygrad.experiments.configurations import BF16, CONFIGURATIONS, LEARNED_NORM, full_name, has
 from noisygrad.experiments.environment import device_name
 from noisygrad.experiments.image_methods import METHODS, OPTIONAL, Config, Trainer, make_trainer, settings
-from noisygrad.experiments.methods import check_types
 from noisygrad.networks import VGG16, ConvNet
 from noisygrad.training.augmentation import random_crop
 from noisygrad.training.history import EpochRecord, History
@@ -118,10 +118,7 @@ def plan(
                 augment, batch_norm = has(configuration, "D"), has(configuration, "B")
                 own = settings(method, configuration) | problem.settings.get(method, {})
                 possible = own | (OPTIONAL if "damping" in own else {})
-                unknown = [name for name in changes or {} if name not in possible]
-                if unknown:
-                    raise ValueError(f"{method} has no setting {', '.join(unknown)}; it has {', '.join(possible)}")
-                check_types(possible, changes or {})
+                check_changes(method, possible, changes or {})
                 config: Config = {
                     "epochs": epochs or problem.epochs,
                     "batch_size": problem.batch_size,
@@ -137,7 +134,7 @@ def plan(
                 }
                 suffixes = ([LEARNED_NORM] if learned_norm and batch_norm else []) + ([BF16] if bf16 else [])
                 name = full_name("/".join([method, *suffixes]), configuration)
-                name = " ".join([name, *(f"{key}={value}" for key, value in (changes or {}).items())])
+                name = named_after(name, changes or {})
                 jobs.append(Job(data=data, method=name, replicates=(seed,), config=config, cost=config["epochs"]))
     return jobs
 

@@ -22,6 +22,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 
 from noisygrad.baselines.bbb import BBBSettings
 from noisygrad.experiments.cells import Cell, Job
+from noisygrad.experiments.changes import check_changes, named_after
 from noisygrad.experiments.environment import device_name
 from noisygrad.experiments.exploration_conditions import (
     ALONE,
@@ -38,7 +39,6 @@ from noisygrad.experiments.exploration_conditions import (
     SEEDS,
     TUNING,
 )
-from noisygrad.experiments.methods import check_types
 from noisygrad.exploration import (
     MODELS,
     TASKS,
@@ -110,7 +110,7 @@ def plan(
             config |= {"tuning": True} if tuning else {}
             count = seeds or (COMPARED_SEEDS if method in (MVG, BBB) else SEEDS)
             cost = config["iterations"] * _COST.get(method, _MODEL_COST)
-            name = " ".join([method, *(f"{key}={value}" for key, value in (changes or {}).items())])
+            name = named_after(method, changes or {})
             jobs += [
                 Job(data=task, method=name, replicates=tuple(group), config=config, cost=cost)
                 for group in _groups(range(count))
@@ -135,13 +135,11 @@ def _config(method: str, changes: Config | None = None) -> Config:
         model = asdict(MODELS[method.removeprefix("TRPO+").removesuffix(BLOCKWISE)])
         config |= {"model": model, "samples": 10, "covariance": covariance}
     groups = [config, *([config["model"], config["model"]["fit"]] if "model" in config else [])]
+    # Where two have a setting of one name, the outer one is meant.
+    places = {name: group for group in reversed(groups) for name in group if not isinstance(group[name], dict)}
+    check_changes(method, {name: group[name] for name, group in places.items()}, changes or {})
     for name, value in (changes or {}).items():
-        group = next((group for group in groups if name in group and not isinstance(group[name], dict)), None)
-        if group is None:
-            known = [known for group in groups for known in group if not isinstance(group[known], dict)]
-            raise ValueError(f"{method} has no setting {name}; it has {', '.join(known) or 'none'}")
-        check_types(group, {name: value})
-        group[name] = value
+        places[name][name] = value
     if config.get("samples", 1) < 1 or config.get("covariance") not in (None, "exact", "blockwise"):
         raise ValueError(
             "samples must be at least 1 and covariance exact or blockwise; "

@@ -5,7 +5,7 @@ A variant is a suffix: `NNG-MVG/point-noise`. The settings of a cell are the who
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -228,17 +228,6 @@ METHODS: dict[str, Method] = {
     "NNG-MVG/point-noise": _noisy(family="kronecker", noise_prior=None),
     "point": _noisy(family="kronecker", noise=False, noise_prior=None),
 }
-
-
-def check_types(config: Config, settings: Mapping[str, Any]) -> None:
-    """Refuse a setting of another kind than the one it replaces: text for a number, a broken number for a whole one."""
-    for name, value in settings.items():
-        old = config[name]
-        if isinstance(old, tuple) and isinstance(value, list):
-            continue
-        number = isinstance(old, float) and isinstance(value, int | float) and not isinstance(value, bool)
-        if old is not None and type(value) is not type(old) and not number:
-            raise ValueError(f"{name} is {old!r}, so it cannot be {value!r}: give a {type(old).__name__}")
 
 
 def find_method(name: str) -> Method:

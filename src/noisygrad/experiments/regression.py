@@ -22,8 +22,9 @@ from torch import Tensor
 from noisygrad.data import Split, Standardised, Table, load_table, splits_of, standard_splits, standardised
 from noisygrad.data.own_csv import read_csv_table
 from noisygrad.experiments.cells import Cell, Job
+from noisygrad.experiments.changes import check_changes, named_after
 from noisygrad.experiments.environment import device_name
-from noisygrad.experiments.methods import Config, Problem, check_types, find_method
+from noisygrad.experiments.methods import Problem, find_method
 from noisygrad.training.learner import Learner
 from noisygrad.training.replicas import Execution, Streams, train_replicas
 from noisygrad.training.threads import one_thread
@@ -81,23 +82,16 @@ def plan(
             if not entry.fits(problem):
                 continue
             config = entry.config(problem) | {"seed": seed} | ({} if epochs is None else {"epochs": epochs})
-            config = _changed(method, config, settings or {}) | ({"validation": True} if validation else {})
+            check_changes(method, config, settings or {})
+            config |= dict(settings or {}) | ({"validation": True} if validation else {})
             if csv is not None:
                 content = hashlib.sha256(Path(csv[0]).read_bytes()).hexdigest()
                 config |= {"csv": Path(csv[0]).name, "sha256": content, "target": csv[1]}
             steps = config["epochs"] * table.rows / config["batch_size"]
             replicates = tuple(range(count if splits is None else min(splits, count)))
-            label = " ".join([method, *(f"{key}={value}" for key, value in (settings or {}).items())])
+            label = named_after(method, settings or {})
             jobs.append(Job(data=name, method=label, replicates=replicates, config=config, cost=steps * entry.cost))
     return sorted(jobs, key=lambda job: job.cost)
-
-
-def _changed(method: str, config: Config, settings: Mapping[str, Any]) -> Config:
-    unknown = [name for name in settings if name not in config]
-    if unknown:
-        raise ValueError(f"{method} has no setting {', '.join(unknown)}; its settings are {', '.join(config)}")
-    check_types(config, settings)
-    return config | dict(settings)
 
 
 def problem_of(table: Table) -> Problem:
