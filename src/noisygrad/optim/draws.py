@@ -11,7 +11,7 @@ from torch import Tensor
 from noisygrad.curvature.passes import Pass
 from noisygrad.distributed import Ranks
 from noisygrad.families.base import Statistics
-from noisygrad.optim.finite import Trail
+from noisygrad.optim.finite import Trail, surely_finite
 from noisygrad.posterior.structure import Block
 
 
@@ -29,8 +29,10 @@ class Pending:
     """The mean over examples of the moments, by block."""
     examples: dict[str, float | Tensor] = field(default_factory=dict)
     """How many examples each of them stands for: a tensor once averaged over ranks."""
+    sound: bool = True
+    """Whether all statistics were looked at and are finite; a GPU is not waited for."""
     trails: list[Trail] = field(default_factory=list)
-    """Where the numbers of each pass were finite."""
+    """Of each pass that is not known to be sound, where its numbers were finite."""
     noise: Tensor | None = None
     """Σ over losses of batch size × the likelihood's own statistic."""
     noise_examples: float | Tensor = 0.0
@@ -61,6 +63,7 @@ class Pending:
         assert self.weights is not None
         self.weights = self.weights.clone()
         if self.expected_statistics:
+            self.sound = False  # this rank's may be, and another's not
             self.statistics = {n: self.statistics.get(n, s.map(torch.zeros_like)) for n, s in statistics.items()}
             self.examples = {n: self.weights.new_tensor(self.examples.get(n, 0.0)) for n in statistics}
         self.noise_examples = self.weights.new_tensor(self.noise_examples)
@@ -79,14 +82,18 @@ class Pending:
         self, blocks: Sequence[Block], passes: Mapping[str, Pass], weight: float, current: Mapping[str, Statistics]
     ) -> None:
         """Add one pass, counted as `weight` examples; `current` are the moving averages."""
-        self.trails += Trail.of(passes)
+        sound = True
         for block in blocks if passes else ():
             measured = block.measure(passes, current[block.name])
+            sound = sound and surely_finite(measured)
             if block.name not in self.statistics:
                 self.statistics[block.name], self.examples[block.name] = measured, weight
                 continue
             self.examples[block.name] += weight
             self.statistics[block.name].update_(measured, 1.0 - weight / self.examples[block.name])
+        if not sound:
+            self.sound = False
+            self.trails += Trail.of(passes)
 
     def add_loss(self, loss: Tensor) -> None:
         """Count one loss; the value is kept for reporting."""

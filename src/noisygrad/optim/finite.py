@@ -36,9 +36,13 @@ class Trail:
         if not found:
             return []
         tensors = list(found.values())
-        # Many tensors in one launch on a GPU; on a CPU a sum is the faster of the two.
-        sizes = torch._foreach_norm(tensors, 1) if tensors[0].is_cuda else [tensor.sum() for tensor in tensors]
-        return [cls(tuple(found), torch.stack(sizes))]
+        return [cls(tuple(found), torch.stack(torch._foreach_norm(tensors, 1)))]
+
+
+def surely_finite(statistics: Statistics) -> bool:
+    """Whether all its numbers are, as far as that is known without waiting: of a GPU's, it is not."""
+    tensors = statistics.tensors().values()
+    return all(tensor.device.type == "cpu" and math.isfinite(tensor.sum().item()) for tensor in tensors)
 
 
 class FiniteGuard:
@@ -67,8 +71,8 @@ class FiniteGuard:
     ) -> Tensor | None:
         """None for a step that may go on (CPU), or 1.0 / 0.0 to mask it with (GPU, and under a GradScaler).
 
-        `found_inf` is a GradScaler's verdict: such a step is skipped without complaint. The gradient is zeroed in place
-        where the step is masked.
+        `statistics` are those that are not known to be finite. `found_inf` is a GradScaler's verdict: such a step is
+        skipped without complaint. The gradient is zeroed in place where the step is masked.
         """
         plain = self._device.type == "cpu" and found_inf is None
         total = gradient.sum() if loss is None else gradient.sum() + loss

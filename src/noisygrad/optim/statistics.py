@@ -35,7 +35,7 @@ def take_statistics(optimizer: NoisyOptimizer, capture: Capture, output: Tensor,
                 raise
         keep //= 2
         pending = optimizer._pending
-        pending.statistics, pending.examples, pending.trails = {}, {}, []
+        pending.statistics, pending.examples, pending.trails, pending.sound = {}, {}, [], True
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         optimizer.stats_limit = keep

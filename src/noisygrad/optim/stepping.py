@@ -105,7 +105,8 @@ def _watched(optimizer: NoisyOptimizer, loss: Tensor | None) -> Tensor | None:
     pending, gradient = optimizer._pending, optimizer._gradient.flat
     optimizer.factors.add_prior_gradient_(gradient, pending.mean_weights(), optimizer.priors.centre)
     found_inf = getattr(optimizer, "found_inf", None)
-    return optimizer.guard.watch(gradient, loss, pending.statistics, pending.trails, found_inf)
+    doubtful = {} if pending.sound else pending.statistics
+    return optimizer.guard.watch(gradient, loss, doubtful, pending.trails, found_inf)
 
 
 def _move(optimizer: NoisyOptimizer, groups: Groups, clip: float | Tensor | None, mask: Tensor | None) -> None:
