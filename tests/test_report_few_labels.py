@@ -145,3 +145,22 @@ def test_the_committed_correlations_show_what_is_said_of_them() -> None:
     scaled, ratios = means("NNG-BlkTri/lambda=1.4"), means("NNG-BlkTri/lambda=1.4", few_labels.RATIO)
     assert ((ratios > 0.7) & (ratios < 1.4)).sum() >= 6
     assert scaled.mean() > chain.mean() - 0.02  # of the right magnitude without losing the correlation
+
+
+def test_the_committed_acquisitions_show_what_is_said_of_them() -> None:
+    study = few_labels.active_study(Results(Path(__file__).parents[1] / "results", "active-learning").load())
+    judged = [name for name in study.data if len(study.values("NNG-MVG", name, RMSE_ACTIVE)) == 40]
+    assert len(judged) >= 7
+    gains = 0
+    for name in judged:
+        ways = [study.estimate("NNG-MVG", name, metric) for metric in (RMSE_RANDOM, RMSE_ACTIVE)]
+        assert ways[0] is not None
+        assert ways[1] is not None
+        gains += ways[1].mean < ways[0].mean
+        for method in ("NNG-FFG", "NNG-MVG"):
+            for metric in (RMSE_RANDOM, RMSE_ACTIVE):
+                standing = study.standing(method, name, metric)
+                assert standing is not None
+                assert standing.difference is not None
+                assert standing.difference > -2.0, (method, name, metric)
+    assert gains >= 5
