@@ -26,6 +26,7 @@ from noisygrad.optim.factors import Factors
 from noisygrad.optim.finite import FiniteGuard
 from noisygrad.optim.generators import fill_normal_, make_generators, undone_on_failure
 from noisygrad.optim.graphs import Replays
+from noisygrad.optim.losses import measure_loss
 from noisygrad.optim.mean import MeanStep, Numbers
 from noisygrad.optim.options import (
     FisherPass,
@@ -34,10 +35,10 @@ from noisygrad.optim.options import (
     Options,
     Schedule,
     check_arguments,
+    check_rates,
     checked_group,
 )
 from noisygrad.optim.state import load_state, save_state
-from noisygrad.optim.statistics import take_statistics
 from noisygrad.optim.stepping import apply_step, dampings
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
@@ -212,6 +213,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         """
         if self.options.fisher_pass == "fresh":
             raise RuntimeError('fisher_pass="fresh" runs the model by itself: use step(closure) instead of sampled()')
+        self.check_unspoilt()
         with self._drawn(True) as (draw, _):
             yield draw
 
@@ -232,6 +234,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         """
         if self._in_draw:
             raise RuntimeError("step() inside sampled(): leave the context first, which ends the draw")
+        self.check_unspoilt()
         if closure is not None:
             self._consume()
             self._in_closure = True
@@ -259,6 +262,11 @@ class NoisyOptimizer(torch.optim.Optimizer):
             self._consume()
         self._steps += 1
         return loss
+
+    def check_unspoilt(self) -> None:
+        """Raise if a parameter was frozen, or a learning rate made senseless, since the optimiser was made."""
+        self.structure.check_trainable()
+        check_rates(self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients and everything pending from draws since the last step.
@@ -327,7 +335,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
             raise RuntimeError("sampled() contexts cannot be nested")
         due = with_statistics and self.options.stats_due(self._steps + 1)
         capture = Capture(self.structure.layers, compiled=self._compiled) if due else None
-        draw = Draw(lambda output, target: self._measure(capture, output, target))
+        draw = Draw(lambda output, target: measure_loss(self, capture, output, target))
         with undone_on_failure(self.generators, self._consume):
             if self.factors.noisy:
                 fill_normal_(self._noise, self.generators)
@@ -375,26 +383,6 @@ class NoisyOptimizer(torch.optim.Optimizer):
         kept, shown = self.mean.flat.clone(), self.mean.rounded()
         self.mean.read_parameters_()
         self.mean.flat.copy_(torch.where(self.mean.flat == shown, kept, self.mean.flat))
-
-    def _measure(self, capture: Capture | None, output: Tensor, target: Tensor) -> Tensor:
-        """Check the batch, take statistics if they are due, and return the loss."""
-        likelihood = self.likelihood
-        likelihood.check(output, target)
-        if not torch.is_grad_enabled():
-            return likelihood.nll(output, target)
-        if torch.is_autocast_enabled(self.device.type):
-            with torch.autocast(self.device.type, enabled=False):
-                return self._measure(capture, output, target)
-        output = output if output.dtype in {torch.float32, torch.float64} else output.float()
-        if self.device.type != "cpu":
-            self.guard.note_targets(likelihood.invalid(output, target))
-            target = likelihood.harmless(output, target)
-        if capture is not None:
-            take_statistics(self, capture, output, target)
-        loss = likelihood.nll(output, target)
-        self._pending.add_loss(loss)
-        self._pending.add_noise(likelihood.observe(output.detach(), target), output.shape[len(likelihood.replicas)])
-        return loss
 
     def _zeros(self) -> FlatWeights:
         return FlatWeights.zeros(self.structure, self.dtype, self.device)

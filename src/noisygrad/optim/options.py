@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
@@ -114,6 +114,19 @@ def fraction(name: str, value: float) -> float:
     if not isinstance(value, Real) or not 0 <= value < 1:
         raise ValueError(f"{name} must be at least 0 and below 1, got {value!r}")
     return value
+
+
+def check_rates(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise for a learning rate that a user or a scheduler has made senseless since; a GPU's tensor is not waited for.
+
+    0 is a start that schedules have.
+    """
+    for group in groups:
+        lr = group["lr"]
+        if isinstance(lr, Tensor):
+            lr = lr.item() if lr.device.type == "cpu" else 0.0
+        if not 0.0 <= lr < math.inf:
+            raise ValueError(f"lr of a param group must be a number of at least 0 and finite; it was set to {lr!r}")
 
 
 def checked_group(pattern: str, settings: dict[str, Any]) -> dict[str, Any]:

@@ -251,6 +251,16 @@ class Structure:
         mine = [block for block in self.blocks if block.group == group]
         return slice(mine[0].start, mine[-1].start + mine[-1].size)
 
+    def check_trainable(self) -> None:
+        """Raise if a parameter was frozen since: without a gradient, only its prior would move it."""
+        frozen = [name for name, parameter in self.parameters.items() if not parameter.requires_grad]
+        if frozen:
+            names = ", ".join(frozen[:6]) + (f" and {len(frozen) - 6} more" if len(frozen) > 6 else "")
+            raise RuntimeError(
+                f"{names}: frozen (requires_grad is False) after the optimiser was made, which trains all that it was "
+                "made with. Make a new one, perhaps with prior=posterior.as_prior(), or unfreeze"
+            )
+
     def coverage(self) -> Coverage:
         """Which block each parameter got and why, frozen ones included."""
         rows = []
@@ -261,7 +271,9 @@ class Structure:
                     shape = "×".join(map(str, part.shape)) or "scalar"
                     name = slot.parameter if slot.rows is None else f"{slot.parameter}[{slot.rows[0]}:{slot.rows[1]}]"
                     kind = f"{block.family}:{block.name}" + ("" if block.noise else " (no noise)")
-                    rows.append((name, shape, kind, self.notes.get(unit.name, unit.note) or unit.layer))
+                    why = self.notes.get(unit.name, unit.note) or unit.layer
+                    since = "" if self.parameters[slot.parameter].requires_grad else "; frozen since"
+                    rows.append((name, shape, kind, why + since))
         order = {name: index for index, name in enumerate(self.parameters)}
         rows.sort(key=lambda row: order[row[0].partition("[")[0]])
         for name, parameter in self.frozen.items():

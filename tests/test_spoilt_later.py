@@ -1,0 +1,88 @@
+"""What is spoilt after the optimiser was made is named before anything changes, or taken back."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from compare import assert_unchanged, batches, differences, each_optimizer, make, mlp, snapshot, train
+
+
+def take_step(optimizer, model, batch, form):
+    """One step in either form."""
+    x, y = batch
+    if form == "closure":
+        optimizer.step(lambda: (model(x), y))
+        return
+    with optimizer.sampled() as draw:
+        draw.nll(model(x), y).backward()
+    optimizer.step()
+
+
+@each_optimizer
+@pytest.mark.parametrize("form", ["closure", "explicit"])
+def test_a_frozen_layer_is_refused_by_name(kind, form):
+    model, (batch,) = mlp(), batches(1)
+    optimizer = make(kind, model)
+    take_step(optimizer, model, batch, form)
+    before = snapshot(optimizer)
+    model[2].requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"^2\.weight, 2\.bias: frozen .*as_prior"):
+        take_step(optimizer, model, batch, form)
+    assert_unchanged(before, optimizer)
+    assert str(optimizer.coverage()).count("frozen since") == 2
+    optimizer.posterior().as_prior()
+    model[2].requires_grad_(True)
+    take_step(optimizer, model, batch, form)
+
+
+@each_optimizer
+def test_a_layer_frozen_between_draw_and_step_is_refused(kind):
+    model, ((x, y),) = mlp(), batches(1)
+    optimizer = make(kind, model)
+    before = snapshot(optimizer)
+    with optimizer.sampled() as draw:
+        draw.nll(model(x), y).backward()
+    model[0].requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"^0\.weight, 0\.bias: frozen"):
+        optimizer.step()
+    assert not differences(before, snapshot(optimizer), but=("generators",))
+
+
+@each_optimizer
+def test_a_layer_that_took_no_part_is_no_frozen_layer(kind):
+    model, ((_, y),) = mlp(), batches(1)
+    optimizer = make(kind, model)
+    optimizer.step(lambda: (model[4](torch.ones(6, 4, dtype=torch.float64)), y))
+    assert "frozen" not in str(optimizer.coverage())
+
+
+BAD_RATES = [math.nan, math.inf, -0.1, torch.tensor(math.nan), torch.tensor(-1.0)]
+
+
+@each_optimizer
+@pytest.mark.parametrize("rate", BAD_RATES, ids=str)
+@pytest.mark.parametrize("form", ["closure", "explicit"])
+def test_a_learning_rate_without_sense_is_refused(kind, rate, form):
+    model, (batch,) = mlp(), batches(1)
+    optimizer = make(kind, model, groups={"0.*": {"lr": 0.1}})
+    take_step(optimizer, model, batch, form)
+    before = snapshot(optimizer)
+    optimizer.param_groups[1]["lr"] = rate
+    with pytest.raises(ValueError, match="lr of a param group"):
+        take_step(optimizer, model, batch, form)
+    assert_unchanged(before, optimizer, but=("param_groups",))
+
+
+@each_optimizer
+def test_a_warm_up_may_begin_at_zero(kind):
+    model, data = mlp(), batches(3)
+    optimizer = make(kind, model, kl_clip=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 2)
+    start = model[0].weight.clone()
+    train(optimizer, model, data[:1], schedule)
+    assert torch.equal(model[0].weight, start)
+    train(optimizer, model, data[1:], schedule)
+    assert not torch.equal(model[0].weight, start)
