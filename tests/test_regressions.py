@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,14 +86,29 @@ def test_the_dense_covariance_is_what_samples_have_even_where_float32_is_short_o
         ({"num_data": 20}, "num_data is 10 there, 20 here"),
         ({"kl_weight": 0.5}, "kl_weight"),
         ({"prior_variance": 0.1}, "another prior"),
+        ({"momentum_mode": "heavy_ball"}, "momentum_mode is average there, heavy_ball here"),
+        (
+            {"likelihood": ng.Gaussian(0.2)},
+            r"Gaussian\(noise_variance=0.1, .* there, Gaussian\(noise_variance=0.2, .* here",
+        ),
+        ({"likelihood": ng.Poisson()}, r"there, Poisson\(\) here"),
     ],
 )
-def test_a_state_of_other_settings_is_refused(change: dict[str, float], message: str) -> None:
-    model = net()
-    state = ng.NoisyKFAC(model, ng.Gaussian(), num_data=10).state_dict()
-    other = ng.NoisyKFAC(model, ng.Gaussian(), **({"num_data": 10} | change))  # type: ignore[arg-type]
+def test_a_state_of_other_settings_is_refused(change: dict[str, Any], message: str) -> None:
+    model, usual = net(), {"likelihood": ng.Gaussian(0.1), "num_data": 10}
+    state = ng.NoisyKFAC(model, **usual).state_dict()
+    other = ng.NoisyKFAC(model, **usual | change)
     with pytest.raises(ValueError, match=message):
         other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["momentum_mode", "likelihood"])
+def test_a_state_that_does_not_tell_a_setting_is_refused(name: str) -> None:
+    optimizer = ng.NoisyKFAC(net(), ng.Gaussian(), num_data=10)
+    state = optimizer.state_dict()
+    del state["settings"][name]
+    with pytest.raises(ValueError, match=f"{name} is not recorded there"):
+        optimizer.load_state_dict(state)
 
 
 def test_a_subclass_with_a_forward_of_its_own_has_no_structure_assumed() -> None:
