@@ -11,6 +11,7 @@ from torch import Tensor
 
 from noisygrad.curvature.passes import Pass
 from noisygrad.families.base import Statistics
+from noisygrad.posterior.faults import some_of
 from noisygrad.posterior.structure import Block, Structure
 
 
@@ -142,7 +143,7 @@ class FiniteGuard:
         owners = [name for name, wrong in zip(self._owners, bad[1:].tolist(), strict=False) if wrong]
         bad_parameters = self._parameters()
         if owners:
-            where = f"the statistics of {_some(origin or list(dict.fromkeys(owners)))} went bad"
+            where = f"the statistics of {some_of(origin or list(dict.fromkeys(owners)))} went bad"
         else:
             where = f"the gradient of {bad_parameters} went bad" if bad_parameters else "the loss itself"
         raise NonFiniteError(
@@ -172,7 +173,7 @@ class FiniteGuard:
 
     def _parameters(self) -> str:
         parameters = self._structure.parameters.items()
-        return _some([n for n, p in parameters if p.grad is not None and not _is_finite(p.grad)])
+        return some_of([n for n, p in parameters if p.grad is not None and not _is_finite(p.grad)])
 
 
 def _owners(block: Block) -> list[str]:
@@ -205,7 +206,3 @@ def _flagged(places: Sequence[tuple[str, str]], flags: Tensor) -> Iterator[tuple
 
 def _is_finite(tensor: Tensor) -> bool:
     return bool(tensor.isfinite().all())
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

@@ -19,6 +19,7 @@ from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
 from noisygrad.families.kl import kl_divergence, log_prob
 from noisygrad.families.rounding import full_precision
 from noisygrad.likelihoods import Likelihood
+from noisygrad.posterior.faults import naming_layers
 from noisygrad.posterior.files import save_posterior
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import LARGEST_DENSE, Block, Coverage, Family, Structure, parameter_order
@@ -75,11 +76,11 @@ class Posterior:
     def _precisions(self) -> list[tuple[Block, Precision]]:
         """P of each noisy block."""
         with full_precision():
-            return [
-                (block, self.statistics[block.name].factorise(self._gammas[block.name], 0.0, self.damping_mode))
-                for block in self.structure.blocks
-                if block.noise
-            ]
+            return [(block, self._precision(block)) for block in self.structure.blocks if block.noise]
+
+    def _precision(self, block: Block) -> Precision:
+        with naming_layers(block):
+            return self.statistics[block.name].factorise(self._gammas[block.name], 0.0, self.damping_mode)
 
     def noisy_blocks(self) -> list[tuple[Block, Precision]]:
         """Each block that has noise, with its P: Σ = (λ/N) P⁻¹. Raises for a point estimate, which has none."""

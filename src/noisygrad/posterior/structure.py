@@ -22,6 +22,7 @@ from noisygrad.curvature.parallel import side_by_side
 from noisygrad.curvature.passes import MatrixPass, Pass
 from noisygrad.families import dense, diagonal, kronecker, tridiagonal
 from noisygrad.families.base import Prior, Statistics
+from noisygrad.posterior.faults import some_of
 from noisygrad.posterior.parameters import ParameterViews
 
 Family = Literal["diagonal", "kronecker", "tridiagonal", "full"]
@@ -255,10 +256,9 @@ class Structure:
         """Raise if a parameter was frozen since: without a gradient, only its prior would move it."""
         frozen = [name for name, parameter in self.parameters.items() if not parameter.requires_grad]
         if frozen:
-            names = ", ".join(frozen[:6]) + (f" and {len(frozen) - 6} more" if len(frozen) > 6 else "")
             raise RuntimeError(
-                f"{names}: frozen (requires_grad is False) after the optimiser was made, which trains all that it was "
-                "made with. Make a new one, perhaps with prior=posterior.as_prior(), or unfreeze"
+                f"{some_of(frozen)}: frozen (requires_grad is False) after the optimiser was made, which trains all it "
+                "was made with. Make a new one, perhaps with prior=posterior.as_prior(), or unfreeze"
             )
 
     def coverage(self) -> Coverage:
