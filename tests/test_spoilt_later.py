@@ -7,7 +7,17 @@ import math
 import pytest
 import torch
 
-from compare import assert_unchanged, batches, differences, each_optimizer, make, mlp, snapshot, train
+from compare import (
+    assert_unchanged,
+    batches,
+    compare_optimizers,
+    differences,
+    each_optimizer,
+    make,
+    mlp,
+    snapshot,
+    train,
+)
 
 
 def take_step(optimizer, model, batch, form):
@@ -86,3 +96,38 @@ def test_a_warm_up_may_begin_at_zero(kind):
     assert torch.equal(model[0].weight, start)
     train(optimizer, model, data[1:], schedule)
     assert not torch.equal(model[0].weight, start)
+
+
+@each_optimizer
+@pytest.mark.parametrize("moment", ["before backward", "after backward"])
+def test_gradients_are_not_zeroed_between_a_loss_and_its_step(kind, moment):
+    model, ((x, y),) = mlp(), batches(1)
+    optimizer = make(kind, model)
+    before = snapshot(optimizer)
+
+    def attempt():
+        with optimizer.sampled() as draw:
+            loss = draw.nll(model(x), y)
+            if moment == "after backward":
+                loss.backward()
+            optimizer.zero_grad()
+
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) inside sampled\(\).*none is needed"):
+        attempt()
+    assert_unchanged(before, optimizer)
+
+
+@each_optimizer
+def test_gradients_may_be_zeroed_where_there_is_no_loss_yet(kind):
+    models, data = [mlp(), mlp()], batches(3)
+    plain, zeroing = (make(kind, model) for model in models)
+    train(plain, models[0], data)
+    for x, y in data:
+        with zeroing.sampled() as draw:
+            with torch.no_grad():
+                draw.nll(models[1](x), y)
+            zeroing.zero_grad()
+            draw.nll(models[1](x), y).backward()
+        zeroing.step()
+        zeroing.zero_grad()
+    compare_optimizers(plain, zeroing)

@@ -7,7 +7,6 @@ of the factors. Conventions: `docs/conventions.md`.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, overload
@@ -26,18 +25,10 @@ from noisygrad.optim.factors import Factors
 from noisygrad.optim.finite import FiniteGuard
 from noisygrad.optim.generators import fill_normal_, make_generators, undone_on_failure
 from noisygrad.optim.graphs import Replays
+from noisygrad.optim.groups import GroupPatterns, check_rates
 from noisygrad.optim.losses import measure_loss
 from noisygrad.optim.mean import MeanStep, Numbers
-from noisygrad.optim.options import (
-    FisherPass,
-    FisherStart,
-    MomentumMode,
-    Options,
-    Schedule,
-    check_arguments,
-    check_rates,
-    checked_group,
-)
+from noisygrad.optim.options import FisherPass, FisherStart, MomentumMode, Options, Schedule, check_arguments
 from noisygrad.optim.state import load_state, save_state
 from noisygrad.optim.stepping import apply_step, dampings
 from noisygrad.posterior.posterior import Posterior
@@ -134,34 +125,18 @@ class NoisyOptimizer(torch.optim.Optimizer):
             fisher_pass=fisher_pass,
             damping_mode=damping_mode,
         )
-        if prior is not None and prior_variance is not None:
-            raise ValueError("give either prior or prior_variance: a fitted posterior has its own variances")
-        prior_variance = 1.0 if prior_variance is None else prior_variance
-        check_arguments(model, likelihood, prior_variance, prior, damping_mode)
+        prior_variance = check_arguments(model, likelihood, prior_variance, prior, damping_mode)
         num_data, kl_weight = self.options.num_data, self.options.kl_weight
         defaults = {"lr": lr, "momentum": momentum, "damping": damping, "noise": noise}
-        patterns = [("*", {}), *((groups or {}).items())]
-        settings = [checked_group(pattern, {**defaults, **own}) for pattern, own in patterns]
+        patterns = GroupPatterns(groups, defaults)
         self.ranks = Ranks(model)
         self.module = model
         """The model as it was given: wrapped, where it was."""
         self.model, self._compiled = unwrapped(model)
-
-        def group_of(name: str) -> int:
-            return next((i for i, (p, _) in enumerate(patterns) if i and fnmatch.fnmatchcase(name, p)), 0)
-
-        self.structure = build_structure(self.model, self.family, group_of, [bool(s["noise"]) for s in settings])
+        noisy = [bool(settings["noise"]) for settings in patterns.settings]
+        self.structure = build_structure(self.model, self.family, patterns.of, noisy)
         used = sorted({block.group for block in self.structure.blocks})
-        for index in set(range(1, len(patterns))) - set(used):
-            raise ValueError(f"the pattern {patterns[index][0]!r} in groups matches no trainable parameter")
-        names = list(self.structure.parameters)
-        super().__init__(
-            [
-                {"params": [self.structure.parameters[n] for n in names if group_of(n) == i], **settings[i]}
-                for i in used
-            ],
-            defaults,
-        )
+        super().__init__(patterns.param_groups(self.structure.parameters, used), defaults)
         if capturable:
             for group in self.param_groups:
                 group["lr"] = torch.as_tensor(
@@ -197,7 +172,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self._replays = Replays(self.device)
         self._numbers = Numbers(self.mean.flat)
         self._steps = 0
-        self._in_draw = self._in_closure = False
+        self._draw: Draw | None = None
+        self._in_closure = False
         self._same_draw = same_draw_on_all_ranks
         count = max(1, torch.Size(self.structure.replicas).numel())
         self.generators = make_generators(seed, count, self.device, self.ranks, same_draw=same_draw_on_all_ranks)
@@ -232,7 +208,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         Gradients are consumed: no `zero_grad` is needed. Raises `NonFiniteError` and changes nothing if the loss was
         not finite (on a GPU: masks the step, and raises at the next refresh of the factors).
         """
-        if self._in_draw:
+        if self._draw is not None:
             raise RuntimeError("step() inside sampled(): leave the context first, which ends the draw")
         self.check_unspoilt()
         if closure is not None:
@@ -271,11 +247,18 @@ class NoisyOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients and everything pending from draws since the last step.
 
-        Inside a closure it does nothing: `step` has done it before, and there may be several draws.
+        Inside a closure it does nothing: `step` has done it before, and there may be several draws. Inside `sampled()`
+        it raises once there is a loss, whose statistics it would drop.
         """
-        if not self._in_closure:
-            super().zero_grad(set_to_none)
-            self._pending = Pending()
+        if self._in_closure:
+            return
+        if self._draw is not None and self._draw.has_loss:
+            raise RuntimeError(
+                "zero_grad() inside sampled() would drop what the loss has left for the step. Take it out: step() "
+                "consumes gradients, so that none is needed; to give up earlier draws, call it before sampled()"
+            )
+        super().zero_grad(set_to_none)
+        self._pending = Pending()
 
     def _consume(self) -> None:
         """`zero_grad` without its profiling: it runs in every step."""
@@ -289,7 +272,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         Raises `NonFiniteError` if a GPU has masked a step since the last refresh.
         """
         self.guard.check()
-        if not self._in_draw:  # else the parameters are a sample, and the mean was read before
+        if self._draw is None:  # else the parameters are a sample, and the mean was read before
             self._read_mean()
         return Posterior(
             self.model,
@@ -331,7 +314,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
     @contextmanager
     def _drawn(self, with_statistics: bool, *, restore: bool = True) -> Iterator[tuple[Draw, Capture | None]]:
         """A draw; without `restore` the mean comes back only after a failure, since a step is to write it anyway."""
-        if self._in_draw:
+        if self._draw is not None:
             raise RuntimeError("sampled() contexts cannot be nested")
         due = with_statistics and self.options.stats_due(self._steps + 1)
         capture = Capture(self.structure.layers, compiled=self._compiled) if due else None
@@ -340,7 +323,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
             if self.factors.noisy:
                 fill_normal_(self._noise, self.generators)
             self._draw_weights()  # where this fails, the user's weights are still there
-            self._in_draw, failed = True, True
+            self._draw, failed = draw, True
             try:
                 if capture is None:
                     yield draw, None
@@ -349,7 +332,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
                         yield draw, capture
                 failed = False
             finally:
-                self._in_draw = False
+                self._draw = None
                 draw.close()
                 if self.factors.noisy and (restore or failed):
                     self.mean.write_parameters_()

@@ -115,7 +115,7 @@ def load_state(optimizer: NoisyOptimizer, state: Mapping[str, Any]) -> None:
             elif name != "params":
                 group[name] = _plain(value)
     optimizer._steps = int(state["steps"])
-    optimizer.zero_grad()
+    optimizer._consume()
 
 
 def _tensors(optimizer: NoisyOptimizer) -> dict[str, Tensor]:
