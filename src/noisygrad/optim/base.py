@@ -31,9 +31,10 @@ from noisygrad.optim.mean import MeanStep, Numbers
 from noisygrad.optim.options import FisherPass, FisherStart, MomentumMode, Options, Schedule, check_arguments
 from noisygrad.optim.state import load_state, save_state
 from noisygrad.optim.stepping import apply_step, dampings
+from noisygrad.posterior.coverage import Coverage
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
-from noisygrad.posterior.structure import Coverage, Family, build_structure
+from noisygrad.posterior.structure import Family, build_structure
 from noisygrad.posterior.weights import FlatWeights
 from noisygrad.priors import FittedPrior, PriorVariance
 
@@ -293,7 +294,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
 
     def coverage(self) -> Coverage:
         """Which block each parameter got and why; print it."""
-        return self.structure.coverage()
+        return self.structure.coverage(self.factors.statistics)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs besides the model, as tensors and numbers in nested dictionaries."""

@@ -22,6 +22,7 @@ from noisygrad.curvature.parallel import side_by_side
 from noisygrad.curvature.passes import MatrixPass, Pass
 from noisygrad.families import dense, diagonal, kronecker, tridiagonal
 from noisygrad.families.base import Prior, Statistics
+from noisygrad.posterior.coverage import Coverage, coverage_of
 from noisygrad.posterior.faults import some_of
 from noisygrad.posterior.parameters import ParameterViews
 
@@ -191,22 +192,6 @@ class Block:
         return tridiagonal.Prior.from_columns(columns, [unit.outputs for unit in self.units])
 
 
-@dataclass(frozen=True)
-class Coverage:
-    """Which block each parameter got and why; `print` it."""
-
-    rows: tuple[tuple[str, str, str, str], ...]
-
-    def __str__(self) -> str:
-        header = ("parameter", "shape", "block", "why")
-        table = [header, *self.rows]
-        widths = [max(len(row[column]) for row in table) for column in range(3)]
-        lines = ["  ".join([*(row[c].ljust(widths[c]) for c in range(3)), row[3]]).rstrip() for row in table]
-        return "\n".join([lines[0], "-" * max(len(line) for line in lines), *lines[1:]])
-
-    __repr__ = __str__
-
-
 @dataclass
 class Structure:
     """The blocks of a model, its parameters, and where each lies in the flat vector."""
@@ -261,24 +246,9 @@ class Structure:
                 "was made with. Make a new one, perhaps with prior=posterior.as_prior(), or unfreeze"
             )
 
-    def coverage(self) -> Coverage:
-        """Which block each parameter got and why, frozen ones included."""
-        rows = []
-        for block in self.blocks:
-            for unit in block.units:
-                for slot in unit.slots:
-                    part = slot.of(self.parameters[slot.parameter], len(self.replicas))
-                    shape = "×".join(map(str, part.shape)) or "scalar"
-                    name = slot.parameter if slot.rows is None else f"{slot.parameter}[{slot.rows[0]}:{slot.rows[1]}]"
-                    kind = f"{block.family}:{block.name}" + ("" if block.noise else " (no noise)")
-                    why = self.notes.get(unit.name, unit.note) or unit.layer
-                    since = "" if self.parameters[slot.parameter].requires_grad else "; frozen since"
-                    rows.append((name, shape, kind, why + since))
-        order = {name: index for index, name in enumerate(self.parameters)}
-        rows.sort(key=lambda row: order[row[0].partition("[")[0]])
-        for name, parameter in self.frozen.items():
-            rows.append((name, "×".join(map(str, parameter.shape)), "frozen", "requires_grad is False"))
-        return Coverage(tuple(rows))
+    def coverage(self, statistics: Mapping[str, Statistics] | None = None) -> Coverage:
+        """Which block each parameter got and why, frozen ones included; `statistics` tell what became of couplings."""
+        return coverage_of(self, statistics or {})
 
 
 def build_structure(
