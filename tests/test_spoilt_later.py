@@ -6,7 +6,9 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
+import noisygrad as ng
 from compare import (
     assert_unchanged,
     batches,
@@ -131,3 +133,86 @@ def test_gradients_may_be_zeroed_where_there_is_no_loss_yet(kind):
         zeroing.step()
         zeroing.zero_grad()
     compare_optimizers(plain, zeroing)
+
+
+class Normed(nn.Sequential):
+    """Norm layers with running statistics, and buffers that are no statistics."""
+
+    def __init__(self, momentum=0.1):
+        norms = [nn.BatchNorm2d(2, momentum=momentum), nn.BatchNorm1d(8, momentum=momentum)]
+        super().__init__(nn.Conv2d(1, 2, 2), norms[0], nn.Flatten(), nn.Linear(18, 8), norms[1], nn.Linear(8, 2))
+        self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+
+
+def images(bad=False):
+    x = torch.randn(6, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    if bad:
+        x[2, 0, 1, 1] = math.nan
+    return x, torch.arange(6) % 2
+
+
+@each_optimizer
+@pytest.mark.parametrize("form", ["closure", "explicit"])
+@pytest.mark.parametrize("momentum", [0.1, None], ids=str)
+def test_a_refused_batch_leaves_running_statistics_as_they_were(kind, form, momentum):
+    model = Normed(momentum)
+    optimizer = make(kind, model, ng.Categorical(), factor_every=3)
+    take_step(optimizer, model, images(), form)
+    before = snapshot(optimizer)
+    with pytest.raises(ng.NonFiniteError, match=r"raise damping$"):
+        take_step(optimizer, model, images(bad=True), form)
+    assert_unchanged(before, optimizer, but=("generators",))
+    assert optimizer.posterior().predict(images()[0], num_samples=2).probs.isfinite().all()
+    take_step(optimizer, model, images(), form)
+
+
+@pytest.mark.parametrize("how", ["an exception", "zero_grad", "a later draw", "a GradScaler"])
+def test_running_statistics_are_taken_back_however_a_bad_batch_is_dropped(how):
+    model = Normed()
+    optimizer = make(ng.NoisyKFAC, model, ng.Categorical())
+    take_step(optimizer, model, images(), "explicit")
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    def draw(bad, stop=False):
+        x, y = images(bad)
+        with optimizer.sampled() as draw:
+            loss = draw.nll(model(x), y)
+            assert not stop, "stopped"
+            loss.backward()
+
+    if how == "an exception":
+        with pytest.raises(AssertionError, match="stopped"):
+            draw(bad=True, stop=True)
+    elif how == "zero_grad":
+        draw(bad=True)
+        optimizer.zero_grad()
+    elif how == "a later draw":
+        draw(bad=False)
+        draw(bad=True)
+        with pytest.raises(ng.NonFiniteError):
+            optimizer.step()
+    else:
+        draw(bad=True)
+        optimizer.found_inf = torch.ones(1)
+        optimizer.step()
+        del optimizer.found_inf
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+class RunningMean(nn.Module):
+    """A running statistic that the library knows nothing of."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x):
+        self.seen.lerp_(x.detach().mean(0), 0.1)
+        return x - self.seen
+
+
+def test_a_buffer_that_cannot_be_taken_back_is_named():
+    model, ((x, y),) = nn.Sequential(RunningMean(), *mlp()), batches(1)
+    optimizer = make(ng.NoisyAdam, model)
+    with pytest.raises(ng.NonFiniteError, match=r"But 0\.seen took bad numbers"):
+        train(optimizer, model, [(x * math.nan, y)])

@@ -29,6 +29,7 @@ from noisygrad.optim.groups import GroupPatterns, check_rates
 from noisygrad.optim.losses import measure_loss
 from noisygrad.optim.mean import MeanStep, Numbers
 from noisygrad.optim.options import FisherPass, FisherStart, MomentumMode, Options, Schedule, check_arguments
+from noisygrad.optim.running import RunningStatistics
 from noisygrad.optim.state import load_state, save_state
 from noisygrad.optim.stepping import apply_step, dampings
 from noisygrad.posterior.coverage import Coverage
@@ -169,7 +170,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
             for unit in self.structure.units
             if unit.kind == "other"
         ]
-        self.guard = FiniteGuard(self.structure, self.device)
+        self.running = RunningStatistics(self.model, self.device)
+        self.guard = FiniteGuard(self.structure, self.device, self.running)
         self._replays = Replays(self.device)
         self._numbers = Numbers(self.mean.flat)
         self._steps = 0
@@ -258,6 +260,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
                 "zero_grad() inside sampled() would drop what the loss has left for the step. Take it out: step() "
                 "consumes gradients, so that none is needed; to give up earlier draws, call it before sampled()"
             )
+        if self._pending.draws:
+            self.running.restore()
         super().zero_grad(set_to_none)
         self._pending = Pending()
 
@@ -266,6 +270,10 @@ class NoisyOptimizer(torch.optim.Optimizer):
         for parameter in self.structure.parameters.values():
             parameter.grad = None
         self._pending = Pending()
+
+    def _drop(self) -> None:
+        self.running.restore()
+        self._consume()
 
     def posterior(self) -> Posterior:
         """A snapshot of the posterior: mean, covariance, prior, the noise of the likelihood. Later steps leave it.
@@ -320,7 +328,9 @@ class NoisyOptimizer(torch.optim.Optimizer):
         due = with_statistics and self.options.stats_due(self._steps + 1)
         capture = Capture(self.structure.layers, compiled=self._compiled) if due else None
         draw = Draw(lambda output, target: measure_loss(self, capture, output, target))
-        with undone_on_failure(self.generators, self._consume):
+        if self._pending.draws == 0:
+            self.running.keep()
+        with undone_on_failure(self.generators, self._drop):
             if self.factors.noisy:
                 fill_normal_(self._noise, self.generators)
             self._draw_weights()  # where this fails, the user's weights are still there
