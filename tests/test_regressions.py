@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from typing import Any
 
@@ -142,6 +144,9 @@ def test_numbers_from_numpy_are_numbers() -> None:
         seed=np.int64(3),
     )
     optimizer.step(lambda: (optimizer.model(normal(4, 3)), normal(4, 1)))
+    posterior, three = optimizer.posterior(), np.int64(3)
+    assert posterior.outputs(normal(4, 3), three, batch_size=three).shape == (3, 4, 1)
+    assert posterior.elbo([(normal(4, 3), normal(4, 1))], three).isfinite()
 
 
 @pytest.mark.parametrize(
@@ -151,6 +156,16 @@ def test_numbers_from_numpy_are_numbers() -> None:
         ({"seed": "a"}, ValueError, "seed must be an integer"),
         ({"damping_mode": "exact", "prior_variance": float("inf")}, ValueError, "finite prior_variance"),
         ({"stats_batch": 0}, ValueError, "stats_batch"),
+        ({"lr": torch.tensor([0.1, 0.2])}, ValueError, r"lr must be a number .* of shape \[2\]"),
+        ({"groups": ["0.*"]}, TypeError, "groups must map patterns"),
+        ({"groups": {"0.*": 0.1}}, TypeError, "groups must map patterns"),
+        (
+            {"model": nn.Sequential(nn.Linear(3, 0), nn.Linear(0, 1))},
+            ValueError,
+            r"^0\.weight, 0\.bias, 1\.weight: without",
+        ),
+        ({"model": nn.EmbeddingBag(5, 1, sparse=True)}, ValueError, "sparse, max_norm"),
+        ({"model": nn.Sequential(nn.EmbeddingBag(5, 1, max_norm=1.0))}, ValueError, "embedding '0'"),
         ({"likelihood": ng.Gaussian}, TypeError, "an instance"),
         ({"model": [nn.Parameter(torch.zeros(1))]}, TypeError, "the model itself"),
     ],
@@ -171,6 +186,42 @@ def test_a_fitted_prior_and_a_variance_exclude_each_other_and_a_closure_returns_
         optimizer.step(lambda: (model(normal(4, 3)), normal(4, 1), 1))  # type: ignore[arg-type, return-value]
     with pytest.raises(ValueError, match="log_prob needs"):
         optimizer.posterior().log_prob({name: torch.zeros(1) for name, _ in model.named_parameters()})
+
+
+@pytest.mark.parametrize("target", [[1.0] * 4, np.ones((4, 1))], ids=["list", "numpy"])
+@pytest.mark.parametrize("form", ["closure", "explicit"])
+def test_a_target_or_an_output_that_is_no_tensor_is_named(form: str, target: Any) -> None:
+    model = net()
+    optimizer = ng.NoisyKFAC(model, ng.Gaussian(), num_data=10)
+
+    def attempt(output: Any, target: Any) -> None:
+        if form == "closure":
+            optimizer.step(lambda: (output(), target))
+        else:
+            with optimizer.sampled() as draw:
+                draw.nll(output(), target).backward()
+
+    with pytest.raises(TypeError, match=rf"must be tensors, one each; got Tensor and {type(target).__name__}"):
+        attempt(lambda: model(normal(4, 3)), target)
+    with pytest.raises(TypeError, match="must be tensors, one each; got tuple and Tensor"):
+        attempt(lambda: (model(normal(4, 3)), None), normal(4, 1))
+    posterior = optimizer.posterior()
+    for call in (lambda: posterior.predict(np.ones((4, 3))), lambda: posterior.elbo([(normal(4, 3), target)])):
+        with pytest.raises(TypeError, match="data must be tensors"):
+            call()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not ng.NoisyKFAC])
+def test_exact_damping_is_for_kronecker_blocks(kind: type) -> None:
+    with pytest.raises(ValueError, match="Kronecker blocks of NoisyKFAC"):
+        kind(net(), ng.Gaussian(), num_data=10, damping_mode="exact")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda f: f.__name__)
+def test_an_optimiser_is_not_copied_but_by_its_state(kind: type, duplicate: Any) -> None:
+    with pytest.raises(TypeError, match="load_state_dict"):
+        duplicate(kind(net(), ng.Gaussian(), num_data=10))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -127,7 +127,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
             fisher_pass=fisher_pass,
             damping_mode=damping_mode,
         )
-        prior_variance = check_arguments(model, likelihood, prior_variance, prior, damping_mode)
+        prior_variance = check_arguments(model, likelihood, prior_variance, prior, damping_mode, self.family)
         num_data, kl_weight = self.options.num_data, self.options.kl_weight
         defaults = {"lr": lr, "momentum": momentum, "damping": damping, "noise": noise}
         patterns = GroupPatterns(groups, defaults)
@@ -317,6 +317,13 @@ class NoisyOptimizer(torch.optim.Optimizer):
         if hasattr(self, "_steps"):
             raise RuntimeError("param groups are fixed at construction; use the argument `groups`")
         super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Neither copied nor pickled: its parameters are those of a model, which would not come along."""
+        raise TypeError(
+            "a noisy optimiser can be neither copied nor pickled. Copy or save the model and state_dict(), make a new "
+            "optimiser of the other model and give it the state with load_state_dict()"
+        )
 
     # ---------------------------------------------------------------- drawing
 

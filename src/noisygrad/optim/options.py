@@ -13,6 +13,7 @@ from torch import nn
 from noisygrad.curvature.fisher import FisherKind
 from noisygrad.families.base import DampingMode
 from noisygrad.likelihoods import Likelihood
+from noisygrad.posterior.structure import Family
 from noisygrad.priors import FittedPrior, PriorVariance, check_prior_variance, is_improper
 
 MomentumMode = Literal["average", "heavy_ball"]
@@ -116,7 +117,12 @@ def fraction(name: str, value: float) -> float:
 
 
 def check_arguments(
-    model: object, likelihood: object, prior_variance: PriorVariance | None, prior: object, damping_mode: DampingMode
+    model: object,
+    likelihood: object,
+    prior_variance: PriorVariance | None,
+    prior: object,
+    damping_mode: DampingMode,
+    family: Family,
 ) -> PriorVariance:
     """The prior variance, 1 where none is said; raise for slips that would surface far from where they were made."""
     if not isinstance(model, nn.Module):
@@ -130,6 +136,11 @@ def check_arguments(
     check_prior_variance(prior_variance)
     if prior is not None and not isinstance(prior, FittedPrior):
         raise TypeError(f"prior must come from posterior.as_prior(); got {type(prior).__name__}")
+    if damping_mode == "exact" and family != "kronecker":
+        raise ValueError(
+            'damping_mode="exact" is for the Kronecker blocks of NoisyKFAC; a diagonal and a full matrix are always '
+            "damped exactly, and a chain of layers (NoisyBlockTridiagonal) cannot be"
+        )
     if damping_mode == "exact" and prior is None and is_improper(prior_variance):
         raise ValueError('damping_mode="exact" needs a finite prior_variance: the eigenbasis is relative to the prior')
     return prior_variance

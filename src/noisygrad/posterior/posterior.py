@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -189,7 +190,8 @@ class Posterior:
         self, loader: Iterable[tuple[Tensor, Tensor]], num_samples: int = 10, generator: torch.Generator | None = None
     ) -> Tensor:
         """E_q of the negative log-likelihood per datum (not that of the predictive mixture), per replica."""
-        draws = [self._as_dict(self._draw(generator)) for _ in range(_positive("num_samples", num_samples))]
+        num_samples = _positive("num_samples", num_samples)
+        draws = [self._as_dict(self._draw(generator)) for _ in range(num_samples)]
         total, count = torch.zeros(self.structure.replicas, device=self._mean.flat.device), 0
         with evaluating(self.model):
             for x, y in loader:
@@ -228,9 +230,8 @@ class Posterior:
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """The network's raw outputs for each draw, `[num_samples, *replicas, batch, ...]`."""
-        _positive("num_samples", num_samples)
-        if not self._precisions:
-            num_samples = 1
+        num_samples = _positive("num_samples", num_samples) if self._precisions else 1
+        _check_tensor(x)
         dim = 0 if x.dim() <= 2 else len(self.structure.replicas)
         parts = x.split(_positive("batch_size", batch_size), dim=dim) if batch_size is not None else (x,)
         lead = len(self.structure.replicas)
@@ -251,6 +252,7 @@ class Posterior:
         return FlatWeights(self.structure, flat).as_dict()
 
     def _moved(self, tensor: Tensor) -> Tensor:
+        _check_tensor(tensor)
         return tensor.to(self._mean.flat.device, non_blocking=True)
 
     def _sum(self, values: Iterable[Tensor]) -> Tensor:
@@ -262,6 +264,11 @@ class Posterior:
 
 
 def _positive(name: str, value: int) -> int:
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-    return value
+    return int(value)
+
+
+def _check_tensor(data: object) -> None:
+    if not isinstance(data, Tensor):
+        raise TypeError(f"data must be tensors, got {type(data).__name__}: torch.as_tensor makes one")

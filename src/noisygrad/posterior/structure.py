@@ -262,6 +262,8 @@ def build_structure(
     units, layers = find_units(model)
     if not units:
         raise ValueError("the model has no trainable parameters")
+    if empty := [name for name, p in model.named_parameters() if p.requires_grad and p.numel() == 0]:
+        raise ValueError(f"{some_of(empty)}: without elements there is nothing to train; freeze or remove them")
     devices = {parameter.device for parameter in model.parameters() if parameter.requires_grad}
     if len(devices) > 1:
         raise ValueError(f"all trainable parameters must be on one device, found {sorted(map(str, devices))}")
