@@ -192,7 +192,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         """
         if self.options.fisher_pass == "fresh":
             raise RuntimeError('fisher_pass="fresh" runs the model by itself: use step(closure) instead of sampled()')
-        self.check_unspoilt()
+        self._check_unspoilt()
         with self._drawn(True) as (draw, _):
             yield draw
 
@@ -213,9 +213,9 @@ class NoisyOptimizer(torch.optim.Optimizer):
         """
         if self._draw is not None:
             raise RuntimeError("step() inside sampled(): leave the context first, which ends the draw")
-        self.check_unspoilt()
+        self._check_unspoilt()
         if closure is not None:
-            self._consume()
+            self._drop()
             self._in_closure = True
             try:
                 evaluate(self, closure)
@@ -239,10 +239,11 @@ class NoisyOptimizer(torch.optim.Optimizer):
             raise
         finally:
             self._consume()
+        self.running.forget()
         self._steps += 1
         return loss
 
-    def check_unspoilt(self) -> None:
+    def _check_unspoilt(self) -> None:
         """Raise if a parameter was frozen, or a learning rate made senseless, since the optimiser was made."""
         self.structure.check_trainable()
         check_rates(self.param_groups)
@@ -260,10 +261,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
                 "zero_grad() inside sampled() would drop what the loss has left for the step. Take it out: step() "
                 "consumes gradients, so that none is needed; to give up earlier draws, call it before sampled()"
             )
-        if self._pending.draws:
-            self.running.restore()
+        self._drop()
         super().zero_grad(set_to_none)
-        self._pending = Pending()
 
     def _consume(self) -> None:
         """`zero_grad` without its profiling: it runs in every step."""
@@ -272,6 +271,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self._pending = Pending()
 
     def _drop(self) -> None:
+        """Give up what is pending, and what it did to running statistics."""
         self.running.restore()
         self._consume()
 

@@ -150,7 +150,8 @@ class FiniteGuard:
             where = f"the statistics of {some_of(origin or list(dict.fromkeys(owners)))} went bad"
         else:
             where = f"the gradient of {bad_parameters} went bad" if bad_parameters else "the loss itself"
-        spoilt = self._running.restore()
+        self._running.restore()
+        spoilt = self._running.spoilt()
         reset = f". But {some_of(spoilt)} took bad numbers from the batch: reset them" if spoilt else ""
         raise NonFiniteError(
             f"a loss or gradient was NaN or infinite: {where}. Mean, Fisher and step count are as they were. "

@@ -27,14 +27,21 @@ class RunningStatistics:
         if self._norms:
             self._kept = [(m, [b.clone() for b in m.buffers(recurse=False)]) for m in self._norms if m.training]
 
-    @torch.no_grad()
-    def restore(self) -> list[str]:
-        """Give norm layers with bad numbers what was kept; returns the names of the buffers that stay bad."""
+    def forget(self) -> None:
+        """After a step: there is nothing to take back."""
+        if self._kept:
+            self._kept = []
+
+    def restore(self) -> None:
+        """Give norm layers with bad numbers what was kept."""
         for module, kept in self._kept:
             now = list(module.buffers(recurse=False))
             if not all(map(_is_finite, now)):
                 for buffer, old in zip(now, kept, strict=True):
                     buffer.copy_(old)
+
+    def spoilt(self) -> list[str]:
+        """The names of the buffers that have gone bad; waits for a GPU."""
         return [name for name, buffer in self._model.named_buffers() if name in self._sound and not _is_finite(buffer)]
 
 
