@@ -114,7 +114,7 @@ def assert_nothing_pending(optimizer: Any) -> None:
     assert (pending.draws, pending.calls, pending.statistics, pending.noise) == (0, 0, {}, None)
     assert all(parameter.grad is None for parameter in optimizer.model.parameters())
     assert all(not module._forward_hooks and "forward" not in vars(module) for module in optimizer.model.modules())
-    assert not optimizer._in_draw
+    assert optimizer._draw is None
 
 
 def compare_optimizers(a: Any, b: Any, tolerance: float = 0.0, *, but: tuple[str, ...] = ()) -> None:

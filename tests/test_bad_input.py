@@ -224,13 +224,41 @@ def test_a_failed_factorisation_names_its_layer_and_condition(kind, damping):
     )
     before = snapshot(optimizer)
     zeros = torch.zeros(6, 3)
-    with pytest.raises(ng.FactorisationError, match=r"layer .*0.*condition number") as caught:
+    with pytest.raises(ng.FactorisationError, match=r"^layer 0: .*condition number") as caught:
         train(optimizer, model, [(zeros, torch.ones(6, 2))])
     assert caught.value.condition > 1e6
     after = snapshot(optimizer)
     for name in ("/model/0.weight", "/optimizer/tensors/mean", "/optimizer/tensors/momentum"):
         assert torch.equal(before[name], after[name])
     assert after["/optimizer/steps"] == before["/optimizer/steps"]
+
+
+def spoil(posterior, layer, value):
+    """A number on the diagonal of the Fisher of one layer, whatever the family."""
+    for block in posterior.structure.blocks:
+        tensors, start = posterior.statistics[block.name].tensors(), 0
+        for index, unit in enumerate(block.units):
+            if unit.name == layer and "fisher" in tensors:
+                fisher = tensors["fisher"]
+                (fisher if fisher.dim() == 1 else fisher.diagonal())[start + unit.size - 1] = value
+            elif unit.name == layer:
+                tensors.get("inputs", tensors.get(f"inputs.{index}"))[0, 0] = value
+            start += unit.size
+
+
+@each_optimizer
+@pytest.mark.parametrize("layer", ["0", "2", "4"])
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+def test_a_failed_factorisation_names_no_other_layer(kind, layer, value):
+    model = mlp()
+    optimizer = make(kind, model)
+    posterior = optimizer.posterior()
+    spoil(posterior, layer, value)
+    with pytest.raises(ng.FactorisationError, match=f"^layer {layer}: "):
+        posterior.kl()
+    optimizer.factors.statistics.update(posterior.statistics)
+    with pytest.raises(ng.FactorisationError, match=f"^layer {layer}: "):
+        optimizer.factors.refresh({0: 0.1})
 
 
 def awkward_regression():

@@ -214,6 +214,18 @@ def test_bad_value_is_named_by_feature_name():
         quick().fit(pandas.DataFrame(X, columns=["height", "age"]), y)
 
 
+def test_a_bad_target_is_named_by_column():
+    X, y = line(20)
+    both = np.column_stack([y, y])
+    both[3, 1] = np.nan
+    with pytest.raises(ValueError, match=r"y contains NaN in column 1 \(1 of 20 rows\)"):
+        quick().fit(X, both)
+    with pytest.raises(ValueError, match="target column 0 holds values too large"):
+        quick().fit(X, y * 1e200)
+    with pytest.raises(ValueError, match="feature column 0 holds values too large"):
+        quick().fit(X * 1e300, y)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -222,6 +234,9 @@ def test_bad_value_is_named_by_feature_name():
         ({"batch_size": 2.5}, "batch_size must be"),
         ({"num_samples": None}, "num_samples must be"),
         ({"hidden": 50}, r"hidden must be a sequence of layer widths such as \(50,\), got 50"),
+        ({"hidden": (5.7,)}, r"hidden must be .* got \(5.7,\)"),
+        ({"hidden": ("a",)}, r"hidden must be .* got \('a',\)"),
+        ({"hidden": (5, True)}, "hidden must be"),
         ({"lr": -1.0}, "lr must be a positive number"),
         ({"prior_variance": 0.0}, "prior_variance must be positive"),
         ({"noise_prior": (1.0,)}, "noise_prior must be"),

@@ -186,6 +186,10 @@ def test_by_name_names_what_there_is() -> None:
         ({"noise_prior": (6.0, 0.0)}, "noise_prior"),
         ({"noise_prior": (6.0,)}, "noise_prior"),
         ({"noise_decay": 1.5}, "noise_decay"),
+        ({"noise_variance": "a"}, "noise_variance must be positive .* got 'a'"),
+        ({"noise_prior": 6.0}, "noise_prior must be .* got 6.0"),
+        ({"noise_prior": "ab"}, "noise_prior must be"),
+        ({"noise_decay": "a"}, "noise_decay must"),
     ],
 )
 def test_constructor_refuses(arguments: dict[str, object], message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch.distributions import MultivariateNormal, kl_divergence
 from torch.nn.utils import parameters_to_vector
 
 import noisygrad as ng
+from noisygrad.posterior.loading import HEADER
 from noisygrad.posterior.structure import parameter_order
 from truth import FAMILIES, OPTIMIZERS, close, normal
 
@@ -298,11 +300,11 @@ def test_frozen_parameters_come_back_too(tmp_path: Path) -> None:
     assert torch.equal(first, second)
 
 
-def spoilt(path: Path, change: Callable[[dict], None]) -> None:
+def spoilt(path: Path, change: Callable[[dict, dict], object]) -> None:
     with safetensors.safe_open(path, framework="pt") as file:
         header = json.loads(file.metadata()["noisygrad_posterior"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    change(header)
+    change(header, tensors)
     safetensors.torch.save_file(tensors, path, metadata={"noisygrad_posterior": json.dumps(header)})
 
 
@@ -312,7 +314,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], Callable[[], nn.Module], str
     "empty": (lambda p: p.write_bytes(b""), mlp, "truncated"),
     "random bytes": (lambda p: p.write_bytes(bytes(range(256)) * 9), mlp, "not a safetensors file"),
     "another file": (lambda p: safetensors.torch.save_file({"a": torch.ones(2)}, p), mlp, "not a noisygrad posterior"),
-    "newer": (lambda p: spoilt(p, lambda header: header.update(format=99)), mlp, "format 99.*upgrade"),
+    "newer": (lambda p: spoilt(p, lambda header, _: header.update(format=99)), mlp, "format 99.*upgrade"),
     "another model": (
         lambda p: None,
         lambda: nn.Sequential(*list(mlp())[:-1], nn.Linear(3, 1)),
@@ -341,11 +343,43 @@ def with_buffer(model: nn.Module) -> nn.Module:
     return model
 
 
+def filled(tensors: dict[str, torch.Tensor], name: str, value: float) -> None:
+    tensors[name] = torch.full_like(tensors[name], value)
+
+
+DAMAGES: dict[str, tuple[Callable[[dict, dict], object], str]] = {
+    **{
+        f"no {name}": (lambda header, _, name=name: header.pop(name), f"posterior.safetensors is damaged.*lacks {name}")
+        for name in HEADER
+    },
+    "unknown family": (lambda header, _: header.update(family="wavelet"), "family 'wavelet', which"),
+    "no data": (lambda header, _: header.update(num_data=0), "num_data"),
+    "a parameter in no group": (lambda header, _: header["groups"].popitem(), "group of every parameter"),
+    "unknown likelihood": (lambda header, _: header["likelihood"].update(name="Cauchy"), "damaged.*'Cauchy'"),
+    "unknown prior": (lambda header, _: header["blocks"][0].update(prior={}), "what prior the block '0' has"),
+    **{
+        f"no {name}": (lambda _, tensors, name=name: tensors.pop(name), f"damaged: it lacks the tensor '{name}'")
+        for name in ("mean", "prior_mean", "statistics/0/inputs", "prior/5/outputs")
+    },
+    **{
+        f"NaN in {name}": (lambda _, tensors, name=name: filled(tensors, name, math.nan), f"'{name}' has NaN")
+        for name in ("mean", "prior_mean", "statistics/5/outputs", "prior/0/inputs", "likelihood/noise_rate")
+    },
+    "no rate": (lambda _, tensors: tensors.pop("likelihood/noise_rate"), "damaged: its likelihood"),
+    "a short mean": (lambda _, tensors: tensors.update(mean=tensors["mean"][:-1].clone()), "'mean' is of shape"),
+    "a small prior": (lambda _, tensors: tensors.update({"prior/0/inputs": torch.ones(1)}), "'prior/0/inputs' is of"),
+}
+MISTAKES |= {
+    name: (lambda path, change=change: spoilt(path, change), mlp, message)
+    for name, (change, message) in DAMAGES.items()
+}
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_bad_files_leave_the_model_alone(name: str, tmp_path: Path) -> None:
     spoil, make, message = MISTAKES[name]
     path = tmp_path / "posterior.safetensors"
-    fitted("kronecker")[0].save(path)
+    fitted("kronecker", likelihood=ng.Gaussian())[0].save(path)
     spoil(path)
     model = make().double()
     before = copy.deepcopy(model.state_dict())

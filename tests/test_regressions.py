@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,14 +88,29 @@ def test_the_dense_covariance_is_what_samples_have_even_where_float32_is_short_o
         ({"num_data": 20}, "num_data is 10 there, 20 here"),
         ({"kl_weight": 0.5}, "kl_weight"),
         ({"prior_variance": 0.1}, "another prior"),
+        ({"momentum_mode": "heavy_ball"}, "momentum_mode is average there, heavy_ball here"),
+        (
+            {"likelihood": ng.Gaussian(0.2)},
+            r"Gaussian\(noise_variance=0.1, .* there, Gaussian\(noise_variance=0.2, .* here",
+        ),
+        ({"likelihood": ng.Poisson()}, r"there, Poisson\(\) here"),
     ],
 )
-def test_a_state_of_other_settings_is_refused(change: dict[str, float], message: str) -> None:
-    model = net()
-    state = ng.NoisyKFAC(model, ng.Gaussian(), num_data=10).state_dict()
-    other = ng.NoisyKFAC(model, ng.Gaussian(), **({"num_data": 10} | change))  # type: ignore[arg-type]
+def test_a_state_of_other_settings_is_refused(change: dict[str, Any], message: str) -> None:
+    model, usual = net(), {"likelihood": ng.Gaussian(0.1), "num_data": 10}
+    state = ng.NoisyKFAC(model, **usual).state_dict()
+    other = ng.NoisyKFAC(model, **usual | change)
     with pytest.raises(ValueError, match=message):
         other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["momentum_mode", "likelihood"])
+def test_a_state_that_does_not_tell_a_setting_is_refused(name: str) -> None:
+    optimizer = ng.NoisyKFAC(net(), ng.Gaussian(), num_data=10)
+    state = optimizer.state_dict()
+    del state["settings"][name]
+    with pytest.raises(ValueError, match=f"{name} is not recorded there"):
+        optimizer.load_state_dict(state)
 
 
 def test_a_subclass_with_a_forward_of_its_own_has_no_structure_assumed() -> None:
@@ -126,6 +144,9 @@ def test_numbers_from_numpy_are_numbers() -> None:
         seed=np.int64(3),
     )
     optimizer.step(lambda: (optimizer.model(normal(4, 3)), normal(4, 1)))
+    posterior, three = optimizer.posterior(), np.int64(3)
+    assert posterior.outputs(normal(4, 3), three, batch_size=three).shape == (3, 4, 1)
+    assert posterior.elbo([(normal(4, 3), normal(4, 1))], three).isfinite()
 
 
 @pytest.mark.parametrize(
@@ -135,6 +156,12 @@ def test_numbers_from_numpy_are_numbers() -> None:
         ({"seed": "a"}, ValueError, "seed must be an integer"),
         ({"damping_mode": "exact", "prior_variance": float("inf")}, ValueError, "finite prior_variance"),
         ({"stats_batch": 0}, ValueError, "stats_batch"),
+        ({"lr": torch.tensor([0.1, 0.2])}, ValueError, r"lr must be a number .* of shape \[2\]"),
+        ({"groups": ["0.*"]}, TypeError, "groups must map patterns"),
+        ({"groups": {"0.*": 0.1}}, TypeError, "groups must map patterns"),
+        ({"model": nn.ParameterList([torch.zeros(2), torch.zeros(0)])}, ValueError, "^1: without elements"),
+        ({"model": nn.EmbeddingBag(5, 1, sparse=True)}, ValueError, "sparse, max_norm"),
+        ({"model": nn.Sequential(nn.EmbeddingBag(5, 1, max_norm=1.0))}, ValueError, "embedding '0'"),
         ({"likelihood": ng.Gaussian}, TypeError, "an instance"),
         ({"model": [nn.Parameter(torch.zeros(1))]}, TypeError, "the model itself"),
     ],
@@ -155,6 +182,42 @@ def test_a_fitted_prior_and_a_variance_exclude_each_other_and_a_closure_returns_
         optimizer.step(lambda: (model(normal(4, 3)), normal(4, 1), 1))  # type: ignore[arg-type, return-value]
     with pytest.raises(ValueError, match="log_prob needs"):
         optimizer.posterior().log_prob({name: torch.zeros(1) for name, _ in model.named_parameters()})
+
+
+@pytest.mark.parametrize("target", [[1.0] * 4, np.ones((4, 1))], ids=["list", "numpy"])
+@pytest.mark.parametrize("form", ["closure", "explicit"])
+def test_a_target_or_an_output_that_is_no_tensor_is_named(form: str, target: Any) -> None:
+    model = net()
+    optimizer = ng.NoisyKFAC(model, ng.Gaussian(), num_data=10)
+
+    def attempt(output: Any, target: Any) -> None:
+        if form == "closure":
+            optimizer.step(lambda: (output(), target))
+        else:
+            with optimizer.sampled() as draw:
+                draw.nll(output(), target).backward()
+
+    with pytest.raises(TypeError, match=rf"must be tensors, one each; got Tensor and {type(target).__name__}"):
+        attempt(lambda: model(normal(4, 3)), target)
+    with pytest.raises(TypeError, match="must be tensors, one each; got tuple and Tensor"):
+        attempt(lambda: (model(normal(4, 3)), None), normal(4, 1))
+    posterior = optimizer.posterior()
+    for call in (lambda: posterior.predict(np.ones((4, 3))), lambda: posterior.elbo([(normal(4, 3), target)])):
+        with pytest.raises(TypeError, match="data must be tensors"):
+            call()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not ng.NoisyKFAC])
+def test_exact_damping_is_for_kronecker_blocks(kind: type) -> None:
+    with pytest.raises(ValueError, match="Kronecker blocks of NoisyKFAC"):
+        kind(net(), ng.Gaussian(), num_data=10, damping_mode="exact")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda f: f.__name__)
+def test_an_optimiser_is_not_copied_but_by_its_state(kind: type, duplicate: Any) -> None:
+    with pytest.raises(TypeError, match="load_state_dict"):
+        duplicate(kind(net(), ng.Gaussian(), num_data=10))
 
 
 @pytest.mark.parametrize("kind", KINDS)

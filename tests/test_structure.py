@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from noisygrad.posterior import structure as structures
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import Structure, build_structure, parameter_order
 from noisygrad.posterior.weights import FlatWeights
-from truth import FAMILIES, OPTIMIZERS, Model, close
+from truth import FAMILIES, OPTIMIZERS, Model, close, normal
 
 
 def residual() -> nn.Module:
@@ -156,6 +157,41 @@ def test_coverage_says_why() -> None:
     assert "no noise" in str(
         OPTIMIZERS["kronecker"](MODELS["mlp"](), ng.Gaussian(), num_data=1, groups={"4.*": {"noise": False}}).coverage()
     )
+
+
+class Pooled(nn.Module):
+    """Linear layers before and after a mean over positions, and one that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))).mean(1))
+
+
+def test_coverage_says_which_couplings_are_zero_once_that_is_known(tmp_path: Path) -> None:
+    def notes(fit: ng.NoisyOptimizer | ng.Posterior) -> dict[str, str]:
+        return {row[0].removesuffix(".weight"): row[3] for row in fit.coverage().rows if row[0].endswith("weight")}
+
+    model = Pooled().double()
+    optimizer = ng.NoisyBlockTridiagonal(model, ng.Gaussian(), num_data=9)
+    assert notes(optimizer) == {
+        "a": "Linear",
+        "b": "Linear, coupled with a",
+        "c": "Linear, coupled with b",
+        "d": "Linear, coupled with c",
+    }
+    optimizer.step(lambda: (model(normal(6, 5, 3)), normal(6, 2)))
+    known = {
+        "a": "Linear",
+        "b": "Linear, coupled with a",
+        "c": "Linear, not coupled with b: never seen at the same positions",
+        "d": "Linear, not coupled with c: never seen at the same positions",
+    }
+    assert notes(optimizer) == known
+    optimizer.posterior().save(tmp_path / "p")
+    assert notes(ng.load_posterior(tmp_path / "p", Pooled().double())) == known
 
 
 def test_only_consecutive_linear_layers_are_chained() -> None:

@@ -57,7 +57,7 @@ def read_archive(
             text = (file.metadata() or {}).get(f"noisygrad_{kind}")
             if text is None:
                 raise error(f"{path} is a safetensors file, but not a noisygrad {kind}")
-            header: dict[str, Any] = json.loads(text)
+            header = _decoded(text)
             if not isinstance(header.get("format"), int):
                 raise error(f"{path} has no format number in its header: it was not written by noisygrad")
             if header["format"] > newest:
@@ -67,3 +67,12 @@ def read_archive(
             return header, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as reason:
         raise error(f"{path} is truncated or not a safetensors file ({reason})") from reason
+
+
+def _decoded(text: str) -> dict[str, Any]:
+    """The header, or an empty one where it is none."""
+    try:
+        header = json.loads(text)
+    except ValueError:
+        return {}
+    return header if isinstance(header, dict) else {}

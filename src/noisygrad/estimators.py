@@ -17,7 +17,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, check_random_state, validate_data
+from sklearn.utils.validation import check_is_fitted, check_random_state
 from torch import Tensor
 from torch.func import functional_call
 
@@ -26,6 +26,7 @@ from noisygrad.networks import MLP
 from noisygrad.optim import NoisyAdam, NoisyBlockTridiagonal, NoisyFull, NoisyKFAC, NoisyOptimizer
 from noisygrad.posterior import Posterior
 from noisygrad.predictions import CategoricalPrediction, RegressionPrediction
+from noisygrad.tabular import checked_inputs, moments
 from noisygrad.training import CosineDecay, train
 from noisygrad.training.plan import Plan
 from noisygrad.training.threads import one_thread
@@ -105,7 +106,7 @@ class _NoisyEstimator(BaseEstimator):  # type: ignore[misc]
     def _fit(self, X: Floats, y: NDArray[Any], outputs: int, likelihood: Likelihood, elbo_shift: float) -> None:
         """Standardise X, train, and keep what predictions need."""
         self._check_settings()
-        self._shift, self._scale = _moments(X)
+        self._shift, self._scale = moments(X, "feature")
         device = torch.device(self.device)
         x = torch.from_numpy(self._standardised(X)).to(device, torch.float32)
         target = torch.from_numpy(y).to(device)
@@ -164,10 +165,10 @@ class _NoisyEstimator(BaseEstimator):  # type: ignore[misc]
             value = getattr(self, name)
             if value is None and name in {"epochs", "batch_size"}:
                 continue
-            if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 1:
+            if not _is_count(value):
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
         hidden = self.hidden
-        if isinstance(hidden, str) or not isinstance(hidden, Sequence | np.ndarray):
+        if isinstance(hidden, str) or not (isinstance(hidden, Sequence | np.ndarray) and all(map(_is_count, hidden))):
             raise ValueError(f"hidden must be a sequence of layer widths such as (50,), got {hidden!r}")
 
     def _standardised(self, X: Floats) -> Floats:
@@ -180,7 +181,7 @@ class _NoisyEstimator(BaseEstimator):  # type: ignore[misc]
     def _outputs(self, X: ArrayLike, num_samples: int | None = None) -> Iterator[Tensor]:
         """The network's outputs for all rows, `[samples, rows, outputs]`, a part at a time."""
         check_is_fitted(self)
-        checked = _checked_inputs(self, X, reset=False)
+        checked = checked_inputs(self, X, reset=False)
         x = torch.from_numpy(self._standardised(checked)).to(torch.device(self.device))
         samples, outputs = int(num_samples or self.num_samples), self.posterior_.structure.units[-1].outputs
         for part in x.split(max(1, _OUTPUTS_AT_ONCE // (samples * outputs))):
@@ -259,10 +260,10 @@ class NoisyRegressor(MultiOutputMixin, RegressorMixin, _NoisyEstimator):  # type
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Fit to features `[rows, features]` and targets `[rows]` or `[rows, outputs]`."""
-        inputs, targets = _checked_inputs(self, X, y, multi_output=True, y_numeric=True)
+        inputs, targets = checked_inputs(self, X, y, multi_output=True, y_numeric=True)
         self._flat = targets.ndim == 1
         columns = targets.astype(np.float64).reshape(len(targets), -1)
-        self._y_shift, self._y_scale = _moments(columns)
+        self._y_shift, self._y_scale = moments(columns, "target")
         standardised = ((columns - self._y_shift) / self._y_scale).astype(np.float32)
         shift = -len(columns) * float(np.log(self._y_scale).sum())
         self._fit(inputs, standardised, columns.shape[1], Gaussian(noise_prior=self.noise_prior), shift)
@@ -344,7 +345,7 @@ class NoisyClassifier(ClassifierMixin, _NoisyEstimator):  # type: ignore[misc]
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Fit to features `[rows, features]` and labels `[rows]`."""
-        inputs, targets = _checked_inputs(self, X, y)
+        inputs, targets = checked_inputs(self, X, y)
         check_classification_targets(targets)
         self.classes_, labels = np.unique(targets, return_inverse=True)
         self._fit(inputs, labels.reshape(-1).astype(np.int64), len(self.classes_), Categorical(), 0.0)
@@ -365,33 +366,8 @@ class NoisyClassifier(ClassifierMixin, _NoisyEstimator):  # type: ignore[misc]
         return CategoricalPrediction(torch.cat(list(self._outputs(X, num_samples)), dim=1))
 
 
-def _checked_inputs(estimator: _NoisyEstimator, X: ArrayLike, y: Any = "no_validation", **options: Any) -> Any:
-    """What scikit-learn checks, and which column holds a value that is not finite."""
-    found = validate_data(estimator, X, y, dtype=np.float64, ensure_all_finite=False, **options)
-    checked = found if isinstance(y, str) else found[0]
-    bad = ~np.isfinite(checked)
-    if bad.any():
-        column = int(bad.any(axis=0).argmax())
-        kind = "NaN" if np.isnan(checked[:, column]).any() else "infinity"
-        names = getattr(estimator, "feature_names_in_", None)
-        name = column if names is None else repr(names[column])
-        raise ValueError(
-            f"Input X contains {kind} in column {name} ({int(bad[:, column].sum())} of {len(checked)} rows); "
-            f"{type(estimator).__name__} needs finite numbers: impute or drop them, for instance with "
-            "sklearn.impute.SimpleImputer in a Pipeline."
-        )
-    return found
-
-
-def _moments(values: Floats) -> tuple[Floats, Floats]:
-    """Mean and standard deviation of each column; a column that is constant up to rounding gets 1."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        mean, std = values.mean(axis=0), values.std(axis=0)
-    if not np.isfinite(std).all():
-        column = int(np.flatnonzero(~np.isfinite(np.atleast_1d(std)))[0])
-        raise ValueError(f"column {column} holds values too large to standardise: rescale it")
-    constant = std <= 10 * np.finfo(np.float64).eps * np.abs(mean)
-    return mean, np.where(constant, 1.0, std)
+def _is_count(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and int(value) >= 1
 
 
 def _array(tensor: Tensor) -> Floats:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -332,8 +333,8 @@ def _layer_sizes(inputs: int, hidden: Sequence[int], outputs: int) -> Iterator[t
 
 
 def _positive(name: str, value: int) -> int:
-    if value < 1:
-        raise ValueError(f"got {name}={value}; expected at least 1")
+    if not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"got {name}={value!r}; expected an integer of at least 1")
     return value
 
 

@@ -247,13 +247,17 @@ def _observe_conv(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, bat
 register(nn.Conv1d, nn.Conv2d, nn.Conv3d)(Layer(_conv_units, _observe_conv))
 
 
-def _embedding_units(name: str, module: nn.Embedding, trainable: frozenset[str]) -> list[Unit]:
-    if "weight" not in trainable:
-        return []
+def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
     if module.sparse or module.max_norm is not None or module.scale_grad_by_freq:
         raise ValueError(
             f"embedding {name!r}: sparse, max_norm and scale_grad_by_freq are not supported; switch them off"
         )
+
+
+def _embedding_units(name: str, module: nn.Embedding, trainable: frozenset[str]) -> list[Unit]:
+    if "weight" not in trainable:
+        return []
+    _check_embedding(name, module)
     slot = Slot(f"{name}.weight" if name else "weight", 0, module.embedding_dim)
     return [Unit(name or "Embedding", "embedding", module.num_embeddings, module.embedding_dim, (slot,), "Embedding")]
 
@@ -373,6 +377,8 @@ def find_units(model: nn.Module) -> tuple[list[Unit], dict[nn.Module, list[Unit]
 
 def _other_unit(owners: list[str], parameter: Tensor, module: nn.Module) -> Unit:
     layer = type(module).__name__
+    if isinstance(module, nn.EmbeddingBag):
+        _check_embedding(owners[0].rpartition(".")[0], module)
     if len(owners) > 1:
         note = f"shared by {', '.join(owners)}"
     elif find_layer(module) is not None:

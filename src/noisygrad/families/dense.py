@@ -11,7 +11,7 @@ from torch import Tensor
 
 from noisygrad.families import base
 from noisygrad.families.base import DampingMode
-from noisygrad.families.factorisation import inverse_root, rounding_floor
+from noisygrad.families.factorisation import FactorisationError, inverse_root, not_positive, rounding_floor
 
 
 @dataclasses.dataclass
@@ -76,7 +76,11 @@ class Statistics(base.Statistics):
             eye = torch.eye(self.fisher.shape[-1], dtype=self.fisher.dtype, device=self.fisher.device)
             matrix = self.fisher + prior.precision + damping * eye
             floor = rounding_floor(prior.precision) + damping
-        root, logdet = inverse_root(matrix, floor)
+        try:
+            root, logdet = inverse_root(matrix, floor)
+        except FactorisationError as error:
+            error.weights = not_positive(matrix.diagonal(dim1=-2, dim2=-1))
+            raise
         return Precision(matrix, root, logdet)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from noisygrad.families import base
 from noisygrad.families.base import DampingMode
-from noisygrad.families.factorisation import capturing, factorisation_error
+from noisygrad.families.factorisation import capturing, factorisation_error, not_positive
 
 
 @dataclasses.dataclass
@@ -76,7 +76,7 @@ class Statistics(base.Statistics):
             smallest, largest = (float(value) for value in torch.stack(diagonal.aminmax()).cpu())
             if not (smallest > 0.0 and math.isfinite(largest)):
                 condition = math.nan if not math.isfinite(smallest + largest) else math.inf
-                raise factorisation_error(diagonal.shape[-1], condition, damping)
+                raise factorisation_error(diagonal.shape[-1], condition, damping, not_positive(diagonal))
         return Precision(diagonal, diagonal.rsqrt())
 
 

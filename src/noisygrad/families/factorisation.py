@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -32,21 +32,30 @@ class FactorisationError(ArithmeticError):
 
     Attributes:
         condition: its condition number; NaN where the matrix itself is not finite.
+        weights: places, in the block's vector of weights, of some that are at fault; empty where it may be any.
     """
 
-    def __init__(self, message: str, condition: float = math.nan) -> None:
+    def __init__(self, message: str, condition: float = math.nan, weights: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.condition = condition
+        self.weights = weights
 
 
-def factorisation_error(size: int, condition: float, damping: float) -> FactorisationError:
+def factorisation_error(size: int, condition: float, damping: float, weights: Sequence[int] = ()) -> FactorisationError:
     """The error for a matrix (or diagonal) of this size, with what to do about it."""
     cause = "has NaN or infinite entries" if math.isnan(condition) else "is not positive definite"
     return FactorisationError(
         f"A {size}×{size} precision factor {cause} (condition number {condition:.1e}, damping {damping:.1e}). "
         "Raise the prior precision (a smaller prior_variance) or the damping, or look for NaN in the inputs.",
         condition,
+        weights,
     )
+
+
+def not_positive(diagonal: Tensor) -> list[int]:
+    """The places in `[..., n]` where an entry, of any of the matrices, is not finite or not above 0."""
+    bad: Tensor = ~((diagonal > 0) & torch.isfinite(diagonal)).reshape(-1, diagonal.shape[-1])
+    return [int(place) for place in bad.any(0).nonzero()]
 
 
 def capturing() -> bool:
@@ -122,7 +131,8 @@ def inverse_root(matrix: Tensor, floor: Tensor | float) -> tuple[Tensor, Tensor]
     bound = torch.as_tensor(floor, dtype=matrix.dtype, device=matrix.device).expand(info.shape)
     # A squared pivot is a Schur complement, never below the smallest eigenvalue: one that is, is rounding, even where
     # Cholesky did not notice.
-    failed = (info != 0) | (pivots.square() < 0.5 * bound[..., None]).any(-1) | ~torch.isfinite(root).all(-1).all(-1)
+    failed = (info != 0) | (pivots.square() < 0.5 * bound[..., None]).any(-1)
+    failed |= ~(torch.isfinite(root).all(-1).all(-1) & torch.isfinite(logdet))
     failures: list[Tensor] | None = getattr(_WATCH, "failures", None)
     if failures is not None:
         failures.append(failed.any())

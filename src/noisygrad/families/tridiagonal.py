@@ -23,7 +23,7 @@ from torch import Tensor
 
 from noisygrad.families import base, kronecker
 from noisygrad.families.base import DampingMode
-from noisygrad.families.factorisation import inverse_root, rounding_floor, symmetric_eigh
+from noisygrad.families.factorisation import FactorisationError, inverse_root, rounding_floor, symmetric_eigh
 from noisygrad.families.kronecker import congruence_diagonal, damped_factors, in_eigenbasis, second_moment
 from noisygrad.families.moments import between
 
@@ -322,8 +322,15 @@ class Precision(base.Precision):
 
 def _factorise_blocks(blocks: Statistics | Prior, floors: Sequence[tuple[Tensor, Tensor]]) -> Precision:
     """Ξ and Λ from damped blocks, by Cholesky and one `eigh` for each side of each coupling."""
-    roots_a = [inverse_root(a, floor) for a, (floor, _) in zip(blocks.inputs, floors, strict=True)]
-    roots_s = [inverse_root(s, floor) for s, (_, floor) in zip(blocks.outputs, floors, strict=True)]
+    roots_a, roots_s, first = [], [], 0
+    for a, s, (floor_a, floor_s) in zip(blocks.inputs, blocks.outputs, floors, strict=True):
+        try:
+            roots_a.append(inverse_root(a, floor_a))
+            roots_s.append(inverse_root(s, floor_s))
+        except FactorisationError as error:
+            error.weights = [first]
+            raise
+        first += a.shape[-1] * s.shape[-1]
     lists: list[list[Tensor]] = [[] for _ in range(7)]
     psi_a, psi_s, left, right, spectra, bases_s, bases_a = lists
     total = torch.zeros_like(roots_a[0][1])
@@ -338,20 +345,9 @@ def _factorise_blocks(blocks: Statistics | Prior, floors: Sequence[tuple[Tensor,
         left.append(root_s @ bases_s[i] if i < len(bases_s) else root_s)
         right.append(root_a @ bases_a[i] if i < len(bases_a) else root_a)
         total = total + spectra[-1].log().sum((-2, -1))
-    return Precision(
-        psi_inputs=tuple(psi_a),
-        psi_outputs=tuple(psi_s),
-        left=tuple(left),
-        right=tuple(right),
-        spectrum=tuple(spectra),
-        left_basis=tuple(bases_s),
-        right_basis=tuple(bases_a),
-        log_determinant=total,
-        inputs=blocks.inputs,
-        outputs=blocks.outputs,
-        cross_inputs=blocks.cross_inputs,
-        cross_outputs=blocks.cross_outputs,
-    )
+    psi, factors = (tuple(psi_a), tuple(psi_s)), (tuple(left), tuple(right), tuple(spectra))
+    terms = (blocks.inputs, blocks.outputs, blocks.cross_inputs, blocks.cross_outputs)
+    return Precision(*psi, *factors, tuple(bases_s), tuple(bases_a), total, *terms)
 
 
 def _correlate(root: Tensor, cross: Tensor, next_root: Tensor, bases: list[Tensor], psis: list[Tensor]) -> Tensor:

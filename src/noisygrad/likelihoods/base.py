@@ -91,8 +91,16 @@ class Likelihood(nn.Module, ABC):
     # Validation: shapes on any device, values only where looking at them costs no wait for the device.
 
     def check(self, output: Tensor, target: Tensor) -> None:
-        """Raise ValueError where `target` cannot belong to `output`; on a CPU, its values are looked at too."""
+        """Raise ValueError where `target` cannot belong to `output`; on a CPU, its values are looked at too.
+
+        TypeError where either is not a tensor.
+        """
         name, replicas, batch_dim = type(self).__name__, list(self.replicas), len(self.replicas)
+        if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
+            raise TypeError(
+                f"{name}: output and target must be tensors, one each; got {type(output).__name__} and "
+                f"{type(target).__name__}. Pass the one output that the target belongs to, and torch.as_tensor(target)."
+            )
         if not output.dtype.is_floating_point:
             raise ValueError(f"{name}: the output must be floating point; got {output.dtype}.")
         if output.ndim <= batch_dim or output.shape[:batch_dim] != self.replicas:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -19,6 +20,11 @@ from noisygrad.predictions import RegressionPrediction
 
 _SMALLEST_VARIANCE = 1e-10
 _LOG_2PI = math.log(2 * math.pi)
+
+
+def _is_positive(value: object) -> bool:
+    number = isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
+    return number and 0 < float(value) < math.inf  # type: ignore[arg-type]
 
 
 class Gaussian(Likelihood):
@@ -45,14 +51,14 @@ class Gaussian(Likelihood):
         noise_decay: float = 0.99,
     ) -> None:
         super().__init__()
-        if noise_variance is not None and not (math.isfinite(noise_variance) and noise_variance > 0):
-            raise ValueError(f"noise_variance must be positive and finite, or None to learn it; got {noise_variance}.")
+        if noise_variance is not None and not _is_positive(noise_variance):
+            raise ValueError(f"noise_variance must be positive and finite, or None to learn it; got {noise_variance!r}")
         if noise_prior is not None and not (
-            len(noise_prior) == 2 and all(math.isfinite(value) and value > 0 for value in noise_prior)
+            hasattr(noise_prior, "__len__") and len(noise_prior) == 2 and all(map(_is_positive, noise_prior))
         ):
-            raise ValueError(f"noise_prior must be (shape, rate), both positive, or None; got {noise_prior}.")
-        if not 0 <= noise_decay <= 1:
-            raise ValueError(f"noise_decay must lie in [0, 1]; got {noise_decay}.")
+            raise ValueError(f"noise_prior must be (shape, rate), both positive, or None; got {noise_prior!r}.")
+        if not (noise_decay == 0 or _is_positive(noise_decay)) or noise_decay > 1:
+            raise ValueError(f"noise_decay must lie in [0, 1]; got {noise_decay!r}.")
         self.fixed_variance = None if noise_variance is None else float(noise_variance)
         self.noise_prior = None if noise_prior is None else (float(noise_prior[0]), float(noise_prior[1]))
         self.per_output = bool(per_output)

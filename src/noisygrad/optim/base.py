@@ -7,7 +7,6 @@ of the factors. Conventions: `docs/conventions.md`.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, overload
@@ -26,22 +25,17 @@ from noisygrad.optim.factors import Factors
 from noisygrad.optim.finite import FiniteGuard
 from noisygrad.optim.generators import fill_normal_, make_generators, undone_on_failure
 from noisygrad.optim.graphs import Replays
+from noisygrad.optim.groups import GroupPatterns, check_rates
+from noisygrad.optim.losses import measure_loss
 from noisygrad.optim.mean import MeanStep, Numbers
-from noisygrad.optim.options import (
-    FisherPass,
-    FisherStart,
-    MomentumMode,
-    Options,
-    Schedule,
-    check_arguments,
-    checked_group,
-)
+from noisygrad.optim.options import FisherPass, FisherStart, MomentumMode, Options, Schedule, check_arguments
+from noisygrad.optim.running import RunningStatistics
 from noisygrad.optim.state import load_state, save_state
-from noisygrad.optim.statistics import take_statistics
 from noisygrad.optim.stepping import apply_step, dampings
+from noisygrad.posterior.coverage import Coverage
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
-from noisygrad.posterior.structure import Coverage, Family, build_structure
+from noisygrad.posterior.structure import Family, build_structure
 from noisygrad.posterior.weights import FlatWeights
 from noisygrad.priors import FittedPrior, PriorVariance
 
@@ -133,34 +127,18 @@ class NoisyOptimizer(torch.optim.Optimizer):
             fisher_pass=fisher_pass,
             damping_mode=damping_mode,
         )
-        if prior is not None and prior_variance is not None:
-            raise ValueError("give either prior or prior_variance: a fitted posterior has its own variances")
-        prior_variance = 1.0 if prior_variance is None else prior_variance
-        check_arguments(model, likelihood, prior_variance, prior, damping_mode)
+        prior_variance = check_arguments(model, likelihood, prior_variance, prior, damping_mode, self.family)
         num_data, kl_weight = self.options.num_data, self.options.kl_weight
         defaults = {"lr": lr, "momentum": momentum, "damping": damping, "noise": noise}
-        patterns = [("*", {}), *((groups or {}).items())]
-        settings = [checked_group(pattern, {**defaults, **own}) for pattern, own in patterns]
+        patterns = GroupPatterns(groups, defaults)
         self.ranks = Ranks(model)
         self.module = model
         """The model as it was given: wrapped, where it was."""
         self.model, self._compiled = unwrapped(model)
-
-        def group_of(name: str) -> int:
-            return next((i for i, (p, _) in enumerate(patterns) if i and fnmatch.fnmatchcase(name, p)), 0)
-
-        self.structure = build_structure(self.model, self.family, group_of, [bool(s["noise"]) for s in settings])
+        noisy = [bool(settings["noise"]) for settings in patterns.settings]
+        self.structure = build_structure(self.model, self.family, patterns.of, noisy)
         used = sorted({block.group for block in self.structure.blocks})
-        for index in set(range(1, len(patterns))) - set(used):
-            raise ValueError(f"the pattern {patterns[index][0]!r} in groups matches no trainable parameter")
-        names = list(self.structure.parameters)
-        super().__init__(
-            [
-                {"params": [self.structure.parameters[n] for n in names if group_of(n) == i], **settings[i]}
-                for i in used
-            ],
-            defaults,
-        )
+        super().__init__(patterns.param_groups(self.structure.parameters, used), defaults)
         if capturable:
             for group in self.param_groups:
                 group["lr"] = torch.as_tensor(
@@ -192,11 +170,13 @@ class NoisyOptimizer(torch.optim.Optimizer):
             for unit in self.structure.units
             if unit.kind == "other"
         ]
-        self.guard = FiniteGuard(self.structure, self.device)
+        self.running = RunningStatistics(self.model, self.device)
+        self.guard = FiniteGuard(self.structure, self.device, self.running)
         self._replays = Replays(self.device)
         self._numbers = Numbers(self.mean.flat)
         self._steps = 0
-        self._in_draw = self._in_closure = False
+        self._draw: Draw | None = None
+        self._in_closure = False
         self._same_draw = same_draw_on_all_ranks
         count = max(1, torch.Size(self.structure.replicas).numel())
         self.generators = make_generators(seed, count, self.device, self.ranks, same_draw=same_draw_on_all_ranks)
@@ -212,6 +192,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         """
         if self.options.fisher_pass == "fresh":
             raise RuntimeError('fisher_pass="fresh" runs the model by itself: use step(closure) instead of sampled()')
+        self._check_unspoilt()
         with self._drawn(True) as (draw, _):
             yield draw
 
@@ -230,10 +211,11 @@ class NoisyOptimizer(torch.optim.Optimizer):
         Gradients are consumed: no `zero_grad` is needed. Raises `NonFiniteError` and changes nothing if the loss was
         not finite (on a GPU: masks the step, and raises at the next refresh of the factors).
         """
-        if self._in_draw:
+        if self._draw is not None:
             raise RuntimeError("step() inside sampled(): leave the context first, which ends the draw")
+        self._check_unspoilt()
         if closure is not None:
-            self._consume()
+            self._drop()
             self._in_closure = True
             try:
                 evaluate(self, closure)
@@ -257,17 +239,30 @@ class NoisyOptimizer(torch.optim.Optimizer):
             raise
         finally:
             self._consume()
+        self.running.forget()
         self._steps += 1
         return loss
+
+    def _check_unspoilt(self) -> None:
+        """Raise if a parameter was frozen, or a learning rate made senseless, since the optimiser was made."""
+        self.structure.check_trainable()
+        check_rates(self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients and everything pending from draws since the last step.
 
-        Inside a closure it does nothing: `step` has done it before, and there may be several draws.
+        Inside a closure it does nothing: `step` has done it before, and there may be several draws. Inside `sampled()`
+        it raises once there is a loss, whose statistics it would drop.
         """
-        if not self._in_closure:
-            super().zero_grad(set_to_none)
-            self._pending = Pending()
+        if self._in_closure:
+            return
+        if self._draw is not None and self._draw.has_loss:
+            raise RuntimeError(
+                "zero_grad() inside sampled() would drop what the loss has left for the step. Take it out: step() "
+                "consumes gradients, so that none is needed; to give up earlier draws, call it before sampled()"
+            )
+        self._drop()
+        super().zero_grad(set_to_none)
 
     def _consume(self) -> None:
         """`zero_grad` without its profiling: it runs in every step."""
@@ -275,13 +270,18 @@ class NoisyOptimizer(torch.optim.Optimizer):
             parameter.grad = None
         self._pending = Pending()
 
+    def _drop(self) -> None:
+        """Give up what is pending, and what it did to running statistics."""
+        self.running.restore()
+        self._consume()
+
     def posterior(self) -> Posterior:
         """A snapshot of the posterior: mean, covariance, prior, the noise of the likelihood. Later steps leave it.
 
         Raises `NonFiniteError` if a GPU has masked a step since the last refresh.
         """
         self.guard.check()
-        if not self._in_draw:  # else the parameters are a sample, and the mean was read before
+        if self._draw is None:  # else the parameters are a sample, and the mean was read before
             self._read_mean()
         return Posterior(
             self.model,
@@ -302,7 +302,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
 
     def coverage(self) -> Coverage:
         """Which block each parameter got and why; print it."""
-        return self.structure.coverage()
+        return self.structure.coverage(self.factors.statistics)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs besides the model, as tensors and numbers in nested dictionaries."""
@@ -318,21 +318,30 @@ class NoisyOptimizer(torch.optim.Optimizer):
             raise RuntimeError("param groups are fixed at construction; use the argument `groups`")
         super().add_param_group(param_group)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Neither copied nor pickled: its parameters are those of a model, which would not come along."""
+        raise TypeError(
+            "a noisy optimiser can be neither copied nor pickled. Copy or save the model and state_dict(), make a new "
+            "optimiser of the other model and give it the state with load_state_dict()"
+        )
+
     # ---------------------------------------------------------------- drawing
 
     @contextmanager
     def _drawn(self, with_statistics: bool, *, restore: bool = True) -> Iterator[tuple[Draw, Capture | None]]:
         """A draw; without `restore` the mean comes back only after a failure, since a step is to write it anyway."""
-        if self._in_draw:
+        if self._draw is not None:
             raise RuntimeError("sampled() contexts cannot be nested")
         due = with_statistics and self.options.stats_due(self._steps + 1)
         capture = Capture(self.structure.layers, compiled=self._compiled) if due else None
-        draw = Draw(lambda output, target: self._measure(capture, output, target))
-        with undone_on_failure(self.generators, self._consume):
+        draw = Draw(lambda output, target: measure_loss(self, capture, output, target))
+        if self._pending.draws == 0:
+            self.running.keep()
+        with undone_on_failure(self.generators, self._drop):
             if self.factors.noisy:
                 fill_normal_(self._noise, self.generators)
             self._draw_weights()  # where this fails, the user's weights are still there
-            self._in_draw, failed = True, True
+            self._draw, failed = draw, True
             try:
                 if capture is None:
                     yield draw, None
@@ -341,7 +350,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
                         yield draw, capture
                 failed = False
             finally:
-                self._in_draw = False
+                self._draw = None
                 draw.close()
                 if self.factors.noisy and (restore or failed):
                     self.mean.write_parameters_()
@@ -375,26 +384,6 @@ class NoisyOptimizer(torch.optim.Optimizer):
         kept, shown = self.mean.flat.clone(), self.mean.rounded()
         self.mean.read_parameters_()
         self.mean.flat.copy_(torch.where(self.mean.flat == shown, kept, self.mean.flat))
-
-    def _measure(self, capture: Capture | None, output: Tensor, target: Tensor) -> Tensor:
-        """Check the batch, take statistics if they are due, and return the loss."""
-        likelihood = self.likelihood
-        likelihood.check(output, target)
-        if not torch.is_grad_enabled():
-            return likelihood.nll(output, target)
-        if torch.is_autocast_enabled(self.device.type):
-            with torch.autocast(self.device.type, enabled=False):
-                return self._measure(capture, output, target)
-        output = output if output.dtype in {torch.float32, torch.float64} else output.float()
-        if self.device.type != "cpu":
-            self.guard.note_targets(likelihood.invalid(output, target))
-            target = likelihood.harmless(output, target)
-        if capture is not None:
-            take_statistics(self, capture, output, target)
-        loss = likelihood.nll(output, target)
-        self._pending.add_loss(loss)
-        self._pending.add_noise(likelihood.observe(output.detach(), target), output.shape[len(likelihood.replicas)])
-        return loss
 
     def _zeros(self) -> FlatWeights:
         return FlatWeights.zeros(self.structure, self.dtype, self.device)

@@ -56,6 +56,7 @@ class CapturedStep:
         if refresh and self._must_look():
             with frugal():
                 return self._as_it_is()
+        optimizer._check_unspoilt()
         numbers = optimizer._numbers
         numbers.set(optimizer.param_groups, options.clip_at(step), options.decay_at(step))
         optimizer.mean.find_parameters()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from noisygrad.curvature.fisher import passes_after_backward
+from noisygrad.optim.losses import measure_loss
 from noisygrad.optim.statistics import take_statistics
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def _evaluate_once(optimizer: NoisyOptimizer, closure: Closure, *, only: bool) -
                 raise TypeError(f"the closure must return (output, target); it returned {len(result)} things")
             if capture is not None:
                 capture.watch_backward = False
-            optimizer._measure(capture, *result).backward()
+            measure_loss(optimizer, capture, *result).backward()
             return
         if not isinstance(result, Tensor):
             raise TypeError(f"the closure must return (output, target), or a loss; it returned {type(result).__name__}")

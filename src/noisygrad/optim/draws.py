@@ -118,6 +118,8 @@ class Draw:
     def __init__(self, measure: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._measure = measure
         self._open = True
+        self.has_loss = False
+        """Whether a loss was computed that is to be differentiated."""
         self._waiting: dict[int, str] = {}
 
     def nll(self, output: Tensor, target: Tensor) -> Tensor:
@@ -133,6 +135,7 @@ class Draw:
             )
         loss = self._measure(output, target)
         if loss.requires_grad:
+            self.has_loss = True
             key = len(self._waiting) if not self._waiting else max(self._waiting) + 1
             self._waiting[key] = "loss"
             loss.register_hook(lambda gradient: self._waiting.pop(key, None) and None)

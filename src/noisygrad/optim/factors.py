@@ -20,6 +20,7 @@ from noisygrad.families.rounding import full_precision
 from noisygrad.optim import stacks
 from noisygrad.optim.options import Options
 from noisygrad.optim.stacks import BlockFactors, Stack, Stacks, can_stack
+from noisygrad.posterior.faults import naming_layers
 from noisygrad.posterior.structure import Block, Structure
 
 
@@ -237,11 +238,8 @@ class Factors:
         return BlockFactors(statistics.factorise(prior, 0.0, mode).without_terms(), stepper.solver())
 
     def _factorise_block(self, block: Block, damping: float) -> BlockFactors:
-        try:
+        with naming_layers(block):
             return self._factorise(self.statistics[block.name], self.priors[block.name], damping, block.noise)
-        except FactorisationError as error:
-            layers = ", ".join(unit.name for unit in block.units)
-            raise FactorisationError(f"layer {layers}: {error}", error.condition) from error
 
     def _store(self, block: Block, new: BlockFactors) -> None:
         old = self.cached.get(block.name)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from noisygrad.curvature.passes import Pass
 from noisygrad.families.base import Statistics
+from noisygrad.optim.running import RunningStatistics
+from noisygrad.posterior.faults import some_of
 from noisygrad.posterior.structure import Block, Structure
 
 
@@ -48,8 +50,9 @@ def surely_finite(statistics: Statistics) -> bool:
 class FiniteGuard:
     """Watches gradient and statistics; remembers on the device which of them went bad."""
 
-    def __init__(self, structure: Structure, device: torch.device) -> None:
+    def __init__(self, structure: Structure, device: torch.device, running: RunningStatistics) -> None:
         self._structure = structure
+        self._running = running
         self._device = device
         self._owners = [name for block in structure.blocks for name in _owners(block)]
         # Each flag stands for the gradient (the first), a piece of the statistics or the targets (the last).
@@ -89,6 +92,8 @@ class FiniteGuard:
         self._note_trails(trails, skip)
         if self._device.type == "cpu":
             self.check()
+            if skip is not None and bool(skip):
+                self._running.restore()
         stop = bad.any() | self._bad_targets
         if skip is not None:
             stop |= skip
@@ -142,12 +147,15 @@ class FiniteGuard:
         owners = [name for name, wrong in zip(self._owners, bad[1:].tolist(), strict=False) if wrong]
         bad_parameters = self._parameters()
         if owners:
-            where = f"the statistics of {_some(origin or list(dict.fromkeys(owners)))} went bad"
+            where = f"the statistics of {some_of(origin or list(dict.fromkeys(owners)))} went bad"
         else:
             where = f"the gradient of {bad_parameters} went bad" if bad_parameters else "the loss itself"
+        self._running.restore()
+        spoilt = self._running.spoilt()
+        reset = f". But {some_of(spoilt)} took bad numbers from the batch: reset them" if spoilt else ""
         raise NonFiniteError(
             f"a loss or gradient was NaN or infinite: {where}. Mean, Fisher and step count are as they were. "
-            "Look for bad inputs, lower lr, set kl_clip (1e-3 is a good start) or raise damping"
+            f"Look for bad inputs, lower lr, set kl_clip (1e-3 is a good start) or raise damping{reset}"
         )
 
     def _origin(self) -> list[str]:
@@ -172,7 +180,7 @@ class FiniteGuard:
 
     def _parameters(self) -> str:
         parameters = self._structure.parameters.items()
-        return _some([n for n, p in parameters if p.grad is not None and not _is_finite(p.grad)])
+        return some_of([n for n, p in parameters if p.grad is not None and not _is_finite(p.grad)])
 
 
 def _owners(block: Block) -> list[str]:
@@ -205,7 +213,3 @@ def _flagged(places: Sequence[tuple[str, str]], flags: Tensor) -> Iterator[tuple
 
 def _is_finite(tensor: Tensor) -> bool:
     return bool(tensor.isfinite().all())
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from torch import Tensor, nn
+from torch import nn
 
 from noisygrad.curvature.fisher import FisherKind
 from noisygrad.families.base import DampingMode
 from noisygrad.likelihoods import Likelihood
+from noisygrad.posterior.structure import Family
 from noisygrad.priors import FittedPrior, PriorVariance, check_prior_variance, is_improper
 
 MomentumMode = Literal["average", "heavy_ball"]
@@ -20,7 +21,6 @@ FisherPass = Literal["same", "fresh"]
 FisherStart = Literal["forgotten", "fading"]
 Schedule = float | Callable[[int], float]
 """A number, or a function from the step (1, 2, …) to one."""
-GROUP_OPTIONS = ("lr", "momentum", "damping", "noise")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,33 +116,31 @@ def fraction(name: str, value: float) -> float:
     return value
 
 
-def checked_group(pattern: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """`settings` if they can be those of a param group, else a ValueError that names what is wrong."""
-    unknown = set(settings) - set(GROUP_OPTIONS)
-    if unknown:
-        raise ValueError(
-            f"group {pattern!r}: unknown options {sorted(unknown)}; possible are {', '.join(GROUP_OPTIONS)}"
-        )
-    positive("lr", float(settings["lr"]) if isinstance(settings["lr"], Tensor) else settings["lr"])
-    fraction("momentum", settings["momentum"])
-    if not isinstance(settings["damping"], Real) or not 0 <= float(settings["damping"]) < math.inf:
-        raise ValueError(f"damping must be at least 0, got {settings['damping']!r}")
-    if not isinstance(settings["noise"], bool):
-        raise ValueError(f"noise must be True or False, got {settings['noise']!r}")
-    return settings
-
-
 def check_arguments(
-    model: object, likelihood: object, prior_variance: PriorVariance, prior: object, damping_mode: DampingMode
-) -> None:
-    """Raise for the slips that would otherwise surface far from where they were made."""
+    model: object,
+    likelihood: object,
+    prior_variance: PriorVariance | None,
+    prior: object,
+    damping_mode: DampingMode,
+    family: Family,
+) -> PriorVariance:
+    """The prior variance, 1 where none is said; raise for slips that would surface far from where they were made."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the first argument must be the model itself, an nn.Module; got {type(model).__name__}")
     if not isinstance(likelihood, Likelihood):
         given = likelihood.__name__ if isinstance(likelihood, type) else type(likelihood).__name__
         raise TypeError(f"likelihood must be an instance of one of noisygrad's, such as ng.Gaussian(); got {given}")
+    if prior is not None and prior_variance is not None:
+        raise ValueError("give either prior or prior_variance: a fitted posterior has its own variances")
+    prior_variance = 1.0 if prior_variance is None else prior_variance
     check_prior_variance(prior_variance)
     if prior is not None and not isinstance(prior, FittedPrior):
         raise TypeError(f"prior must come from posterior.as_prior(); got {type(prior).__name__}")
+    if damping_mode == "exact" and family != "kronecker":
+        raise ValueError(
+            'damping_mode="exact" is for the Kronecker blocks of NoisyKFAC; a diagonal and a full matrix are always '
+            "damped exactly, and a chain of layers (NoisyBlockTridiagonal) cannot be"
+        )
     if damping_mode == "exact" and prior is None and is_improper(prior_variance):
         raise ValueError('damping_mode="exact" needs a finite prior_variance: the eigenbasis is relative to the prior')
+    return prior_variance

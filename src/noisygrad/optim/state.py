@@ -72,9 +72,9 @@ def load_state(optimizer: NoisyOptimizer, state: Mapping[str, Any]) -> None:
         )
     ours = _settings(optimizer)
     other = [
-        f"{name} is {state['settings'].get(name)!r} there, {ours[name]!r} here"
-        for name in ours
-        if state["settings"].get(name) != ours[name]
+        f"{name} is {state['settings'].get(name, 'not recorded')} there, {value} here"
+        for name, value in ours.items()
+        if name not in state["settings"] or state["settings"][name] != value
     ]
     if other:
         raise ValueError(f"the state belongs to other settings: {'; '.join(other)}")
@@ -115,7 +115,7 @@ def load_state(optimizer: NoisyOptimizer, state: Mapping[str, Any]) -> None:
             elif name != "params":
                 group[name] = _plain(value)
     optimizer._steps = int(state["steps"])
-    optimizer.zero_grad()
+    optimizer._consume()
 
 
 def _tensors(optimizer: NoisyOptimizer) -> dict[str, Tensor]:
@@ -150,9 +150,12 @@ def _is_prior(name: str) -> bool:
 
 def _settings(optimizer: NoisyOptimizer) -> dict[str, Any]:
     """What the meaning of the tensors hangs on."""
-    options = optimizer.options
-    names = ("num_data", "kl_weight", "damping_mode", "fisher_start")
-    return {name: getattr(options, name) for name in names}
+    options, likelihood = optimizer.options, optimizer.likelihood
+    names = ("num_data", "kl_weight", "damping_mode", "fisher_start", "momentum_mode")
+    arguments = ", ".join(f"{name}={value!r}" for name, value in likelihood.config().items())
+    return {name: getattr(options, name) for name in names} | {
+        "likelihood": f"{type(likelihood).__name__}({arguments})"
+    }
 
 
 def _plain(value: Any) -> Any:

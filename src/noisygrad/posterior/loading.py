@@ -2,29 +2,54 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from noisygrad.archive import read_archive
 from noisygrad.curvature.capture import unwrapped
-from noisygrad.families.base import Prior
-from noisygrad.likelihoods import by_name
+from noisygrad.families.base import DampingMode, Prior, TensorRecord
+from noisygrad.likelihoods import Likelihood, by_name
+from noisygrad.posterior.faults import some_of
 from noisygrad.posterior.files import FORMAT
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
-from noisygrad.posterior.structure import Block, Family, build_structure
+from noisygrad.posterior.structure import FAMILIES, Block, Family, build_structure
 from noisygrad.posterior.weights import FlatWeights
+
+HEADER: dict[str, tuple[type, ...]] = {
+    "family": (str,),
+    "num_data": (int,),
+    "kl_weight": (int, float),
+    "damping_mode": (str,),
+    "likelihood": (dict,),
+    "parameters": (dict,),
+    "groups": (dict,),
+    "noise": (list,),
+    "blocks": (list,),
+}
+"""What the header must hold."""
+MODES = get_args(DampingMode)
 
 
 def load_posterior(path: str | Path, model: nn.Module, *, family: Family | None = None) -> Posterior:
     """The posterior in a file, for a model of the same architecture, whose parameters and buffers it then sets.
 
-    Raises ValueError, and leaves the model alone, for a file that is truncated or not a posterior, of a newer format,
-    of another model, or of another family than `family` where that is given.
+    Raises ValueError, and leaves the model alone, for a file that is truncated, damaged or not a posterior, of a newer
+    format, of another model, or of another family than `family` where that is given.
     """
     header, tensors = read_archive(path, "posterior", FORMAT)
+    wrong = [name for name, kinds in HEADER.items() if not isinstance(header.get(name), kinds)]
+    if wrong:
+        raise ValueError(f"{path} is damaged: its header lacks {some_of(wrong)}")
+    if header["num_data"] < 1 or not 0 < header["kl_weight"] < math.inf or header["damping_mode"] not in MODES:
+        raise ValueError(f"{path} is damaged: num_data, kl_weight or damping_mode in its header make no sense")
+    if header["family"] not in FAMILIES:
+        raise ValueError(f"{path} holds a posterior of the family {header['family']!r}, which this noisygrad has not")
     if family is not None and header["family"] != family:
         raise ValueError(f"{path} holds a posterior of the family {header['family']!r}, not {family!r}")
     model, _ = unwrapped(model)
@@ -32,28 +57,34 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: Family | None 
     if own != header["parameters"]:
         raise ValueError(f"{path} belongs to another model: {_difference(header['parameters'], own)}")
     buffers = dict(model.named_buffers())
-    saved_buffers = {name.removeprefix("buffer/"): t for name, t in tensors.items() if name.startswith("buffer/")}
+    saved_buffers = _part(tensors, "buffer")
     if {n: b.shape for n, b in buffers.items()} != {n: b.shape for n, b in saved_buffers.items()}:
         raise ValueError(f"{path} belongs to another model: its buffers differ")
+    if any(header["groups"].get(name) not in range(len(header["noise"])) for name in own):
+        raise ValueError(f"{path} is damaged: its header does not tell the group of every parameter")
     structure = build_structure(model, header["family"], header["groups"].__getitem__, header["noise"])
-    if [block.name for block in structure.blocks] != [entry["name"] for entry in header["blocks"]]:
+    entries = {entry.get("name"): entry.get("prior") for entry in header["blocks"]}
+    if [block.name for block in structure.blocks] != list(entries):
         raise ValueError(f"{path} belongs to another model: its layers differ")
     frozen = {name: tensors.get(f"frozen/{name}") for name in structure.frozen}
     if any(t is None or t.shape != structure.frozen[name].shape for name, t in frozen.items()):
         raise ValueError(f"{path} belongs to another model: its frozen parameters differ")
 
+    flat = torch.Size([*structure.replicas, structure.size])
+    _check(path, "", tensors, {"mean": flat, "prior_mean": flat})
     first = next(iter(structure.parameters.values()))
     tensors = {name: t if name.startswith("buffer/") else t.to(first.device) for name, t in tensors.items()}
-    likelihood = by_name(header["likelihood"]["name"]).from_config(header["likelihood"]["config"])
-    likelihood.bind(structure.replicas, first.device, tensors["mean"].dtype)
-    likelihood.load_state_dict(
-        {n.removeprefix("likelihood/"): t for n, t in tensors.items() if n.startswith("likelihood/")}
-    )
+    dtype = tensors["mean"].dtype
     statistics, priors = {}, {}
-    for block, entry in zip(structure.blocks, header["blocks"], strict=True):
-        statistics[block.name] = block.identity(tensors["mean"].dtype, first.device)
-        statistics[block.name].copy_(type(statistics[block.name]).from_tensors(_part(tensors, "statistics", block), {}))
-        priors[block.name] = _prior_type(block).from_tensors(_part(tensors, "prior", block), entry["prior"])
+    for block in structure.blocks:
+        statistics[block.name] = block.identity(dtype, first.device)
+        shapes = _shapes(statistics[block.name])
+        found = _check(path, f"statistics/{block.name}/", tensors, shapes)
+        statistics[block.name].copy_(type(statistics[block.name]).from_tensors(found, {}))
+        priors[block.name] = _prior(path, block, entries[block.name], tensors, shapes)
+    noise = _part(tensors, "likelihood")
+    _check(path, "likelihood/", tensors, {name: tensor.shape for name, tensor in noise.items()})
+    likelihood = _likelihood(path, header["likelihood"], noise, structure.replicas, tensors["mean"])
     with torch.no_grad():
         FlatWeights(structure, tensors["mean"]).write_parameters_()
         for name, buffer in buffers.items():
@@ -73,13 +104,57 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: Family | None 
     )
 
 
-def _part(tensors: dict[str, Tensor], part: str, block: Block) -> dict[str, Tensor]:
-    prefix = f"{part}/{block.name}/"
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+def _part(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
+    return {name.removeprefix(f"{part}/"): t for name, t in tensors.items() if name.startswith(f"{part}/")}
 
 
-def _prior_type(block: Block) -> type[Prior]:
-    return type(block.prior(lambda name: 1.0, torch.float32, torch.device("cpu")))
+def _shapes(record: TensorRecord) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in record.tensors().items()}
+
+
+def _check(
+    path: str | Path, prefix: str, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
+) -> dict[str, Tensor]:
+    """The tensors of these names behind the prefix; raises unless they are there, of these shapes, and finite."""
+    found = {}
+    for name, shape in shapes.items():
+        tensor = tensors.get(prefix + name)
+        if tensor is None:
+            raise ValueError(f"{path} is damaged: it lacks the tensor {prefix + name!r}")
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{path} is damaged: {prefix + name!r} is of shape {list(tensor.shape)}, not {list(shape)}"
+            )
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"{path} is damaged: {prefix + name!r} has NaN or infinite entries")
+        found[name] = tensor
+    return found
+
+
+def _prior(
+    path: str | Path, block: Block, settings: object, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
+) -> Prior:
+    """The prior of a block whose statistics have these shapes: a fitted one has the same."""
+    plain = block.prior(lambda name: 1.0, torch.float32, torch.device("cpu"))
+    if not isinstance(settings, dict) or settings.keys() != plain.settings().keys():
+        raise ValueError(f"{path} is damaged: its header does not tell what prior the block {block.name!r} has")
+    if settings.get("diagonal", True):
+        shapes = _shapes(plain)
+    elif block.family == "full":
+        shapes = {"precision": shapes["fisher"]}
+    return type(plain).from_tensors(_check(path, f"prior/{block.name}/", tensors, shapes), settings)
+
+
+def _likelihood(
+    path: str | Path, entry: dict[str, Any], state: dict[str, Tensor], replicas: Sequence[int], like: Tensor
+) -> Likelihood:
+    try:
+        likelihood = by_name(entry["name"]).from_config(entry["config"])
+        likelihood.bind(replicas, like.device, like.dtype)
+        likelihood.load_state_dict(state)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{path} is damaged: its likelihood {entry!r} cannot be made ({error})") from error
+    return likelihood
 
 
 def _difference(theirs: dict[str, list[int]], ours: dict[str, list[int]]) -> str:

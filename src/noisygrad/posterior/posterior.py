@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -19,9 +20,11 @@ from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
 from noisygrad.families.kl import kl_divergence, log_prob
 from noisygrad.families.rounding import full_precision
 from noisygrad.likelihoods import Likelihood
+from noisygrad.posterior.coverage import Coverage
+from noisygrad.posterior.faults import naming_layers
 from noisygrad.posterior.files import save_posterior
 from noisygrad.posterior.prior import BlockPriors
-from noisygrad.posterior.structure import LARGEST_DENSE, Block, Coverage, Family, Structure, parameter_order
+from noisygrad.posterior.structure import LARGEST_DENSE, Block, Family, Structure, parameter_order
 from noisygrad.posterior.weights import FlatWeights, evaluating
 from noisygrad.predictions import Prediction
 from noisygrad.priors import FittedPrior
@@ -63,7 +66,7 @@ class Posterior:
 
     def coverage(self) -> Coverage:
         """Which block each parameter is in and why; print it."""
-        return self.structure.coverage()
+        return self.structure.coverage(self.statistics)
 
     # ---------------------------------------------------------------- the Gaussian
 
@@ -75,11 +78,11 @@ class Posterior:
     def _precisions(self) -> list[tuple[Block, Precision]]:
         """P of each noisy block."""
         with full_precision():
-            return [
-                (block, self.statistics[block.name].factorise(self._gammas[block.name], 0.0, self.damping_mode))
-                for block in self.structure.blocks
-                if block.noise
-            ]
+            return [(block, self._precision(block)) for block in self.structure.blocks if block.noise]
+
+    def _precision(self, block: Block) -> Precision:
+        with naming_layers(block):
+            return self.statistics[block.name].factorise(self._gammas[block.name], 0.0, self.damping_mode)
 
     def noisy_blocks(self) -> list[tuple[Block, Precision]]:
         """Each block that has noise, with its P: Σ = (λ/N) P⁻¹. Raises for a point estimate, which has none."""
@@ -187,7 +190,8 @@ class Posterior:
         self, loader: Iterable[tuple[Tensor, Tensor]], num_samples: int = 10, generator: torch.Generator | None = None
     ) -> Tensor:
         """E_q of the negative log-likelihood per datum (not that of the predictive mixture), per replica."""
-        draws = [self._as_dict(self._draw(generator)) for _ in range(_positive("num_samples", num_samples))]
+        num_samples = _positive("num_samples", num_samples)
+        draws = [self._as_dict(self._draw(generator)) for _ in range(num_samples)]
         total, count = torch.zeros(self.structure.replicas, device=self._mean.flat.device), 0
         with evaluating(self.model):
             for x, y in loader:
@@ -226,9 +230,8 @@ class Posterior:
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """The network's raw outputs for each draw, `[num_samples, *replicas, batch, ...]`."""
-        _positive("num_samples", num_samples)
-        if not self._precisions:
-            num_samples = 1
+        num_samples = _positive("num_samples", num_samples) if self._precisions else 1
+        _check_tensor(x)
         dim = 0 if x.dim() <= 2 else len(self.structure.replicas)
         parts = x.split(_positive("batch_size", batch_size), dim=dim) if batch_size is not None else (x,)
         lead = len(self.structure.replicas)
@@ -249,6 +252,7 @@ class Posterior:
         return FlatWeights(self.structure, flat).as_dict()
 
     def _moved(self, tensor: Tensor) -> Tensor:
+        _check_tensor(tensor)
         return tensor.to(self._mean.flat.device, non_blocking=True)
 
     def _sum(self, values: Iterable[Tensor]) -> Tensor:
@@ -260,6 +264,11 @@ class Posterior:
 
 
 def _positive(name: str, value: int) -> int:
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-    return value
+    return int(value)
+
+
+def _check_tensor(data: object) -> None:
+    if not isinstance(data, Tensor):
+        raise TypeError(f"data must be tensors, got {type(data).__name__}: torch.as_tensor makes one")

@@ -22,6 +22,8 @@ from noisygrad.curvature.parallel import side_by_side
 from noisygrad.curvature.passes import MatrixPass, Pass
 from noisygrad.families import dense, diagonal, kronecker, tridiagonal
 from noisygrad.families.base import Prior, Statistics
+from noisygrad.posterior.coverage import Coverage, coverage_of
+from noisygrad.posterior.faults import some_of
 from noisygrad.posterior.parameters import ParameterViews
 
 Family = Literal["diagonal", "kronecker", "tridiagonal", "full"]
@@ -190,22 +192,6 @@ class Block:
         return tridiagonal.Prior.from_columns(columns, [unit.outputs for unit in self.units])
 
 
-@dataclass(frozen=True)
-class Coverage:
-    """Which block each parameter got and why; `print` it."""
-
-    rows: tuple[tuple[str, str, str, str], ...]
-
-    def __str__(self) -> str:
-        header = ("parameter", "shape", "block", "why")
-        table = [header, *self.rows]
-        widths = [max(len(row[column]) for row in table) for column in range(3)]
-        lines = ["  ".join([*(row[c].ljust(widths[c]) for c in range(3)), row[3]]).rstrip() for row in table]
-        return "\n".join([lines[0], "-" * max(len(line) for line in lines), *lines[1:]])
-
-    __repr__ = __str__
-
-
 @dataclass
 class Structure:
     """The blocks of a model, its parameters, and where each lies in the flat vector."""
@@ -251,22 +237,18 @@ class Structure:
         mine = [block for block in self.blocks if block.group == group]
         return slice(mine[0].start, mine[-1].start + mine[-1].size)
 
-    def coverage(self) -> Coverage:
-        """Which block each parameter got and why, frozen ones included."""
-        rows = []
-        for block in self.blocks:
-            for unit in block.units:
-                for slot in unit.slots:
-                    part = slot.of(self.parameters[slot.parameter], len(self.replicas))
-                    shape = "×".join(map(str, part.shape)) or "scalar"
-                    name = slot.parameter if slot.rows is None else f"{slot.parameter}[{slot.rows[0]}:{slot.rows[1]}]"
-                    kind = f"{block.family}:{block.name}" + ("" if block.noise else " (no noise)")
-                    rows.append((name, shape, kind, self.notes.get(unit.name, unit.note) or unit.layer))
-        order = {name: index for index, name in enumerate(self.parameters)}
-        rows.sort(key=lambda row: order[row[0].partition("[")[0]])
-        for name, parameter in self.frozen.items():
-            rows.append((name, "×".join(map(str, parameter.shape)), "frozen", "requires_grad is False"))
-        return Coverage(tuple(rows))
+    def check_trainable(self) -> None:
+        """Raise if a parameter was frozen since: without a gradient, only its prior would move it."""
+        frozen = [name for name, parameter in self.parameters.items() if not parameter.requires_grad]
+        if frozen:
+            raise RuntimeError(
+                f"{some_of(frozen)}: frozen (requires_grad is False) after the optimiser was made, which trains all it "
+                "was made with. Make a new one, perhaps with prior=posterior.as_prior(), or unfreeze"
+            )
+
+    def coverage(self, statistics: Mapping[str, Statistics] | None = None) -> Coverage:
+        """Which block each parameter got and why, frozen ones included; `statistics` tell what became of couplings."""
+        return coverage_of(self, statistics or {})
 
 
 def build_structure(
@@ -280,6 +262,8 @@ def build_structure(
     units, layers = find_units(model)
     if not units:
         raise ValueError("the model has no trainable parameters")
+    if empty := [name for name, p in model.named_parameters() if p.requires_grad and p.numel() == 0]:
+        raise ValueError(f"{some_of(empty)}: without elements there is nothing to train; freeze or remove them")
     devices = {parameter.device for parameter in model.parameters() if parameter.requires_grad}
     if len(devices) > 1:
         raise ValueError(f"all trainable parameters must be on one device, found {sorted(map(str, devices))}")

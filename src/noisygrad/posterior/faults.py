@@ -1,0 +1,33 @@
+"""Errors that say which layers they are about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from noisygrad.families.factorisation import FactorisationError
+
+if TYPE_CHECKING:
+    from noisygrad.posterior.structure import Block
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The names, or the first six and how many more there are."""
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+@contextmanager
+def naming_layers(block: Block) -> Iterator[None]:
+    """A FactorisationError inside names the layers at fault, or all of the block where it may be any."""
+    try:
+        yield
+    except FactorisationError as error:
+        stops = list(accumulate(unit.size for unit in block.units))
+        names = [
+            unit.name
+            for unit, stop in zip(block.units, stops, strict=True)
+            if not error.weights or any(stop - unit.size <= place < stop for place in error.weights)
+        ]
+        raise FactorisationError(f"layer {some_of(names)}: {error}", error.condition, error.weights) from error
