@@ -62,7 +62,7 @@ _HMC_NOISE_PRIOR = [1.0, 1.0]  # with 0.3, chains disagreed in every trial that 
 _KL_WEIGHT = {"NNG-FFG": 0.5, "NNG-MVG": 1.0, "NNG-BlkTri": 1.0}
 # Its inputs are nearly collinear, and what they tell of the target is in their smallest components: with more, all of
 # the target is taken for noise.
-_KL_WEIGHT_OF_NAVAL = {"NNG-FFG": 0.03, "NNG-MVG": 0.1, "NNG-BlkTri": 0.1}
+_KL_WEIGHT_OF_NAVAL = {"NNG-FFG": 0.01, "NNG-MVG": 0.1, "NNG-BlkTri": 0.1}
 # Shorter chains than those that others are judged by: they are run eighty at a time, ten times over.
 _HMC = HMCSettings(chains=10, warmup=300, samples=150, thin=3, extensions=2)
 

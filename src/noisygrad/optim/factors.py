@@ -54,8 +54,8 @@ class Factors:
         self._device = device
         self._diagonal = self._diagonal_prior()
 
-    def _diagonal_prior(self) -> Tensor | None:
-        """All of Γ as one flat vector, where no block's prior is more than a diagonal."""
+    def _diagonal_prior(self) -> Tensor | float | None:
+        """All of Γ as one flat vector, or as one number, where no block's prior is more than a diagonal."""
         total = None
         for block in self.blocks:
             prior = self.priors[block.name]
@@ -65,11 +65,15 @@ class Factors:
             if total is None:
                 total = ones.new_zeros(*block.units[0].replicas, self._size)
             block.write_(total, prior.times(ones))
-        return total
+        assert total is not None
+        least, most = total.aminmax()
+        return least.item() if bool(least == most) else total
 
     def add_prior_gradient_(self, gradient: Tensor, weights: Tensor, centre: Tensor | None) -> Tensor:
         """gradient + Γ (w − m₀), in place; no `centre` means m₀ = 0."""
         difference = weights if centre is None else weights - centre
+        if isinstance(self._diagonal, float):
+            return gradient.add_(difference, alpha=self._diagonal)
         if self._diagonal is not None:
             return gradient.addcmul_(self._diagonal, difference)
         for block in self.blocks:

@@ -41,7 +41,10 @@ class MeanStep:
             gradient = self._averaged(gradient, groups, mask)
         step = solve(gradient)
         if clip is not None:
-            step.mul_(clip_factor(gradient, step, groups, clip))
+            factor = clip_factor(gradient, step, groups, clip)
+            # A pass over all weights, which a CPU need not make where nothing is shortened.
+            if factor.device.type != "cpu" or not bool((factor == 1.0).all()):
+                step.mul_(factor)
         if self.mode == "heavy_ball":
             step = self._accelerated(step, groups, mask)
         for group, part in groups:
@@ -67,7 +70,7 @@ class MeanStep:
         for group, part in groups:
             velocity = _of(self.momentum, part)
             if mask is None:
-                velocity.mul_(group["momentum"]).add_(_of(step, part))
+                torch.add(_of(step, part), velocity, alpha=group["momentum"], out=velocity)
             else:
                 new = _of(step, part).add(velocity, alpha=group["momentum"])
                 velocity.copy_(torch.where(mask > 0, new, velocity))
