@@ -18,10 +18,12 @@ HEAD = """# Step times
 Made by `benchmarks/page.py` from the files that `benchmarks/run.py` left in `results/`. Every method trains the same
 network on the same batch; rounds of all methods are interleaved in one run and the median is taken, so look at the
 ratios. Statistics are taken every 10 steps and factors made every 200, and both are part of the mean step. On a CPU
-the ratio of NoisyAdam to IVON changes from run to run: nine runs of VGG16 gave 0.97 to 1.05, with a median of 1.00,
-and six of the MLP 0.94 to 1.06, with a median of 0.99. On the GPU all methods have images in channels-last order and
-TF32 products; captured steps are CUDA graphs (all but K-FAC's refreshes), bf16 ones have a network in bfloat16. The
-GPU's peak memory is left out: what other methods had allocated in the same process was counted with it.
+the ratio of NoisyAdam to IVON changes from run to run: of the code that made the figures below, five runs of VGG16 gave
+0.98 to 1.00 and four of the MLP 0.97 to 0.99. On the GPU all methods have images in channels-last order and TF32
+products; captured steps are CUDA graphs (all but K-FAC's refreshes), bf16 ones have a network in bfloat16. Peak memory
+is that of a process that does nothing else: what is resident beyond the start, or allocated on the GPU. Ours is that of
+a step with statistics: the gradients of all layers' outputs, and patches and per-example gradients of up to 2²⁶ numbers
+at a time (2²³ in a captured step, which keeps what it was recorded with beside it), on top of the factors.
 """
 NAMES = {"mlp": "MLP 13-50-1, batch 10", "vgg16": "the paper's VGG16, batch 128"}
 
