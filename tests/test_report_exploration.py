@@ -17,11 +17,13 @@ from test_report import check_stands_alone
 ITERATIONS = 6
 
 
-def runs(task: str, method: str, level: float, seeds: int = 8, spread: float = 0.1) -> list[Cell]:
+def runs(
+    task: str, method: str, level: float, seeds: int = 8, spread: float = 0.1, iterations: int = ITERATIONS
+) -> list[Cell]:
     """Curves that climb to `level`, a little more for each seed."""
     found = []
     for seed in range(seeds):
-        returns = np.linspace(0.0, level + spread * seed, ITERATIONS)
+        returns = np.linspace(0.0, level + spread * seed, iterations)
         metrics = {"returns": returns.tolist(), "area": float(returns.mean())}
         if "NNG" in method or "BBB" in method:
             error = 5.0 if "released" in method else 0.02
@@ -112,6 +114,23 @@ def test_the_released_settings_are_spoken_of_where_there_are_runs_of_them(tmp_pa
     Results(tmp_path / "both", "exploration").append(everything("MountainCar"))
     assert "released code" not in page_of(tmp_path / "ours")
     assert "released code" in page_of(tmp_path / "both")
+
+
+def test_runs_of_different_lengths_are_compared_by_what_they_share(tmp_path: Path) -> None:
+    cells = [*runs("MountainCar", "TRPO+NNG-MVG", 1.0), *runs("MountainCar", "TRPO+BBB", 2.0, iterations=11)]
+    study = exploration.exploration_study(cells)
+    # The first half of a climb to twice the level is the same curve.
+    assert exploration.median_area(study, "TRPO+BBB", "MountainCar") == pytest.approx(0.5 + 0.35 / 4)
+    assert exploration.median_area(study, "TRPO+NNG-MVG", "MountainCar") == pytest.approx(0.5 + 0.35 / 2)
+    Results(tmp_path, "exploration").append(cells)
+    assert "MountainCar was run with 6, 11 iterations: all runs are compared by their first 6" in page_of(tmp_path)
+
+
+def test_the_papers_gain_has_a_panel_where_there_are_runs_of_it() -> None:
+    cells = [*everything("MountainCar"), *runs("MountainCar", "TRPO+NNG-MVG/blockwise", 1.0)]
+    panels = exploration._panels(exploration.exploration_study(cells), ["MountainCar"])
+    assert list(panels) == ["MountainCar", "MountainCar, as released", "MountainCar, the paper's gain"]
+    assert "TRPO+NNG-MVG/blockwise" in panels["MountainCar, the paper's gain"]
 
 
 def test_seeds_are_given_by_task_where_they_differ():

@@ -14,6 +14,7 @@ from noisygrad.experiments.cells import Cell, Results
 from noisygrad.experiments.exploration_conditions import (
     ALONE,
     BBB,
+    BLOCKWISE,
     COMPARED_SEEDS,
     EXPERIMENT,
     FFG,
@@ -58,9 +59,15 @@ def exploration_study(cells: Sequence[Cell]) -> Study:
 
 
 def curves(study: Study, method: str, task: str) -> dict[int, list[float]]:
-    """Returns by iteration, for each seed that was finished."""
+    """Returns by iteration, for each seed that was finished; as many as every run of the task has."""
     cells = [cell for cell in study.of(method, task) if cell.error is None]
-    return {cell.replicate: _list(cell, "returns") for cell in sorted(cells, key=lambda cell: cell.replicate)}
+    shared = min(_lengths(study, task), default=0)
+    return {cell.replicate: _returns(cell)[:shared] for cell in sorted(cells, key=lambda cell: cell.replicate)}
+
+
+def _lengths(study: Study, task: str) -> set[int]:
+    """The numbers of iterations that finished runs of a task have."""
+    return {len(_returns(cell)) for cell in study.cells if cell.data == task and cell.error is None}
 
 
 def median_area(study: Study, method: str, task: str) -> float | None:
@@ -201,6 +208,12 @@ def sections(results: Path, page: Page) -> None:
             "The settings of the released code are reported apart: with a noise of five standard deviations of the "
             "data its models hardly learn to predict: their errors are among those below."
         )
+    for task in tasks:
+        if len(lengths := sorted(_lengths(study, task))) > 1:
+            page.text(
+                f"{task} was run with {', '.join(map(str, lengths))} iterations: all runs are compared by their first "
+                f"{lengths[0]}."
+            )
     page.tiles(_tiles(study, tasks))
     panels = _panels(study, tasks)
     page.figure(
@@ -257,17 +270,19 @@ def _tiles(study: Study, tasks: Sequence[str]) -> dict[str, str]:
 
 
 def _panels(study: Study, tasks: Sequence[str]) -> dict[str, dict[str, list[list[float]]]]:
-    """A row of panels with our settings, and one with the released ones where there are runs of them."""
+    """A row of panels with our settings; with the released ones, and the paper's gain, where there are runs of them."""
     rows = {
         "": (ALONE, NORM, BBB, FFG, MVG),
         ", as released": (ALONE, NORM, BBB + RELEASED, FFG + RELEASED, MVG + RELEASED),
+        ", the paper's gain": (ALONE, NORM, MVG, MVG + BLOCKWISE),
     }
+    usual = rows[""]
     found: dict[str, dict[str, list[list[float]]]] = {}
     for suffix, methods in rows.items():
         for task in tasks:
             runs = {method: list(curves(study, method, task).values()) for method in methods}
             runs = {method: given for method, given in runs.items() if given}
-            if runs and (not suffix or any(RELEASED in method for method in runs)):
+            if runs and (not suffix or runs.keys() - set(usual)):
                 found[task + suffix] = runs
     return found
 
@@ -283,10 +298,10 @@ def _seed_counts(study: Study, method: str, tasks: Sequence[str]) -> str:
     return counts[0] if len(set(counts)) == 1 else ", ".join(counts)
 
 
-def _list(cell: Cell, name: str) -> list[float]:
-    values = cell.metrics.get(name)
+def _returns(cell: Cell) -> list[float]:
+    values = cell.metrics.get("returns")
     if not isinstance(values, list) or not values:
-        raise ValueError(f"{cell.label}: a list {name!r} was expected among the metrics; got {values!r}")
+        raise ValueError(f"{cell.label}: a list 'returns' was expected among the metrics; got {values!r}")
     return values
 
 
