@@ -16,7 +16,16 @@ from typer.testing import CliRunner
 from noisygrad.cli import main
 from noisygrad.experiments import exploration
 from noisygrad.experiments.cells import Job, Results
-from noisygrad.experiments.exploration_conditions import BBB, COMPARED_SEEDS, ITERATIONS, METHODS, MVG, NORM, SEEDS
+from noisygrad.experiments.exploration_conditions import (
+    BBB,
+    COMPARED,
+    COMPARED_SEEDS,
+    ITERATIONS,
+    METHODS,
+    MVG,
+    NORM,
+    SEEDS,
+)
 from noisygrad.exploration import MODELS
 
 
@@ -41,7 +50,7 @@ def test_the_plan_is_the_papers():
         assert len(job.replicates) <= 10
     assert len(seeds) == 3 * len(METHODS)
     for (_, method), found in seeds.items():
-        assert sorted(found) == list(range(COMPARED_SEEDS if method in (MVG, BBB) else SEEDS))
+        assert sorted(found) == list(range(COMPARED_SEEDS if method in COMPARED else SEEDS))
     settings = {job.method: job.config["model"] for job in jobs if "model" in job.config}
     assert (settings[f"{MVG}/released"]["num_data"], settings[f"{MVG}/released"]["noise_std"]) == (5, 5.0)
     assert settings[MVG]["noise_std"] == settings[BBB]["noise_std"]

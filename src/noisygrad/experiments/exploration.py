@@ -26,14 +26,13 @@ from noisygrad.experiments.changes import check_changes, named_after
 from noisygrad.experiments.environment import device_name
 from noisygrad.experiments.exploration_conditions import (
     ALONE,
-    BBB,
     BLOCKWISE,
+    COMPARED,
     COMPARED_SEEDS,
     EXPERIMENT,
     ITERATIONS,
     METHODS,
     MORE_METHODS,
-    MVG,
     NORM,
     PARTS,
     SEEDS,
@@ -84,7 +83,7 @@ def plan(
     Args:
         tasks: Names of tasks.
         methods: Names of conditions.
-        seeds: How many; by default 20 of the two that are compared, 10 of the others.
+        seeds: How many; by default 20 of those that are compared, 10 of the others.
         iterations: Of TRPO, instead of each task's own number.
         seed: The first one.
         tuning: With seeds that the figure does not use.
@@ -108,7 +107,7 @@ def plan(
             config = _config(method, changes or {})
             config |= {"iterations": iterations or ITERATIONS[task], "batch": _BATCH, "seed": seed}
             config |= {"tuning": True} if tuning else {}
-            count = seeds or (COMPARED_SEEDS if method in (MVG, BBB) else SEEDS)
+            count = seeds or (COMPARED_SEEDS if method in COMPARED else SEEDS)
             cost = config["iterations"] * _COST.get(method, _MODEL_COST)
             name = named_after(method, changes or {})
             jobs += [

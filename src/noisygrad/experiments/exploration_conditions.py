@@ -13,7 +13,9 @@ RELEASED, BLOCKWISE = "/released", "/blockwise"
 METHODS = (ALONE, NORM, BBB, FFG, MVG, BBB + RELEASED, MVG + RELEASED)
 MORE_METHODS = (FFG + RELEASED, MVG + BLOCKWISE)
 """Run if asked for; blockwise is the paper's version of the information gain."""
+COMPARED = (ALONE, BBB, MVG)
+"""Conditions that are compared seed by seed."""
 SEEDS, COMPARED_SEEDS = 10, 20
-"""Of each condition, and of the two that are compared seed by seed."""
+"""Of each condition, and of those."""
 PARTS = ("rollout", "bonus", "policy", "model")
 """What an iteration's time goes into."""

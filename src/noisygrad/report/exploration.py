@@ -15,6 +15,7 @@ from noisygrad.experiments.exploration_conditions import (
     ALONE,
     BBB,
     BLOCKWISE,
+    COMPARED,
     COMPARED_SEEDS,
     EXPERIMENT,
     FFG,
@@ -243,7 +244,7 @@ def gaps(study: Study, tasks: Sequence[str]) -> list[str]:
     found = []
     for task in tasks:
         for method in METHODS:
-            wanted = COMPARED_SEEDS if method in (MVG, BBB) else SEEDS
+            wanted = COMPARED_SEEDS if method in COMPARED else SEEDS
             count = len(curves(study, method, task))
             if count < wanted:
                 found.append(f"{method} on {task}: {count} of {wanted} seeds")
