@@ -21,9 +21,8 @@ ratios. Statistics are taken every 10 steps and factors made every 200, and both
 the ratio of NoisyAdam to IVON changes from run to run: of the code that made the figures below, five runs of VGG16 gave
 0.98 to 1.00 and four of the MLP 0.97 to 0.99. On the GPU all methods have images in channels-last order and TF32
 products; captured steps are CUDA graphs (all but K-FAC's refreshes), bf16 ones have a network in bfloat16. Peak memory
-is that of a process that does nothing else: what is resident beyond the start, or allocated on the GPU. Ours is that of
-a step with statistics: the gradients of all layers' outputs, and patches and per-example gradients of up to 2²⁶ numbers
-at a time (2²³ in a captured step, which keeps what it was recorded with beside it), on top of the factors.
+is that of a process that does nothing else: what is resident beyond the start, or allocated on the GPU. Ours has steps
+with statistics and a refresh of the factors in it.
 """
 NAMES = {"mlp": "MLP 13-50-1, batch 10", "vgg16": "the paper's VGG16, batch 128"}
 

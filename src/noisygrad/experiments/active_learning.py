@@ -55,14 +55,13 @@ _SAME = 1e-12
 _NO_VARIANCE = "the predictive variance is not finite"
 _CHUNK = 500
 """So many points of the pool are looked at together."""
-# Chosen on 24 other trials of each set (docs/reproduce.md). The Gamma(6, 6) of the regressions says as much as twelve
+# Chosen on other trials (docs/reproduce.md). The Gamma(6, 6) of the regressions says as much as twelve
 # points, and with 29 of them leaves at least 0.29 of the target's variance to the noise.
 _NOISE_PRIOR = [0.3, 0.3]
 _HMC_NOISE_PRIOR = [1.0, 1.0]  # with 0.3, chains disagreed in every trial that was looked at (R̂ up to 1.11)
 _KL_WEIGHT = {"NNG-FFG": 0.5, "NNG-MVG": 1.0, "NNG-BlkTri": 1.0}
-# Its inputs are nearly collinear, and what they tell of the target is in their smallest components: with more, all of
-# the target is taken for noise.
-_KL_WEIGHT_OF_NAVAL = {"NNG-FFG": 0.01, "NNG-MVG": 0.1, "NNG-BlkTri": 0.1}
+# Naval's inputs are nearly collinear, and tell of the target in small components: with more, it is taken for noise.
+_KL_WEIGHT_ON: dict[str, dict[str, float]] = {"naval": {"NNG-FFG": 0.01, "NNG-MVG": 0.1, "NNG-BlkTri": 0.1}}
 # Shorter chains than those that others are judged by: they are run eighty at a time, ten times over.
 _HMC = HMCSettings(chains=10, warmup=300, samples=150, thin=3, extensions=2)
 
@@ -119,7 +118,7 @@ def _settings(method: str, data: str, usual: Config) -> Config:
         return {}
     if method == "HMC":
         return {"noise_prior": _HMC_NOISE_PRIOR}
-    kl_weight = (_KL_WEIGHT_OF_NAVAL if data == "naval" else _KL_WEIGHT)[method]
+    kl_weight = (_KL_WEIGHT | _KL_WEIGHT_ON.get(data, {}))[method]
     samples = {"mc_samples": _TRAINING_SAMPLES, "test_samples": _SAMPLES}
     return {"noise_prior": _NOISE_PRIOR, "kl_weight": kl_weight} | samples
 
