@@ -357,7 +357,9 @@ def test_tar_that_leads_outside_is_refused(monkeypatch, site, tmp_path, name, co
     assert everything(tmp_path) == ["cache/downloads/cifar10.tar.gz.rejected"]
 
 
-@pytest.mark.parametrize("content", [b"<html></html>", b"", "cut", pack({"readme": b""})], ids=repr)
+@pytest.mark.parametrize(
+    "content", [b"<html></html>", b"", "cut", pack({"readme": b""})], ids=["page", "empty", "cut", "other"]
+)
 def test_another_archive_is_kept_aside(monkeypatch, site, tmp_path, content):
     small_cifar(monkeypatch, site)
     whole = site.pages["/cifar.tar.gz"]
