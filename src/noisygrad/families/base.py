@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, Self
 
 import torch
@@ -24,6 +24,18 @@ from torch import Tensor
 
 DampingMode = Literal["factored", "exact"]
 """How a Kronecker block adds the prior: into each factor (eq. 11 of the paper) or exactly, in the eigenbasis."""
+
+
+def thin(value: float, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of one number throughout, which is in memory once for each row."""
+    return torch.full((*shape[:-1], 1), value, dtype=dtype, device=device).expand(*shape)
+
+
+def thin_map(function: TensorMap, tensor: Tensor) -> Tensor:
+    """`function` of each number; a thin tensor stays thin."""
+    if tensor.shape[-1] > 1 and tensor.stride(-1) == 0:
+        return function(tensor[..., :1]).expand(tensor.shape)
+    return function(tensor)
 
 
 class TensorMap(Protocol):
@@ -154,7 +166,16 @@ class Solver(TensorRecord, ABC):
 
 
 @dataclasses.dataclass
-class Precision(Solver):
+class Sampler(TensorRecord, ABC):
+    """What a draw of the weights needs of a block."""
+
+    @abstractmethod
+    def sample(self, noise: Tensor) -> Tensor:
+        """R z with R Rᵀ = P⁻¹, for standard normal z (or unit vectors, which spell out R)."""
+
+
+@dataclasses.dataclass
+class Precision(Solver, Sampler):
     """P = F̄ + Γ + γ_ex I of one block, factorised: each method is one identity."""
 
     def without_terms(self) -> Self:
@@ -169,9 +190,9 @@ class Precision(Solver):
         """What many calls of `solve` need, and no more."""
         return self
 
-    @abstractmethod
-    def sample(self, noise: Tensor) -> Tensor:
-        """R z with R Rᵀ = P⁻¹, for standard normal z (or unit vectors, which spell out R)."""
+    def sampler(self) -> Sampler:
+        """What many calls of `sample` need, and no more."""
+        return self.without_terms()
 
     @abstractmethod
     def quad(self, vector: Tensor) -> Tensor:

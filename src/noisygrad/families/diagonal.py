@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from noisygrad.families import base
-from noisygrad.families.base import DampingMode
+from noisygrad.families.base import DampingMode, thin_map
 from noisygrad.families.factorisation import capturing, factorisation_error, not_positive
 
 
@@ -28,7 +28,7 @@ class Prior(base.Prior):
 
     def scaled(self, factor: float) -> Self:
         """Γ times `factor`."""
-        return dataclasses.replace(self, precision=self.precision * factor)
+        return dataclasses.replace(self, precision=thin_map(lambda values: values * factor, self.precision))
 
     def quad(self, vector: Tensor) -> Tensor:
         """Σ Γ_j v_j²."""
@@ -87,6 +87,14 @@ class Precision(base.Precision):
     diagonal: Tensor
     inverse_root: Tensor
 
+    def sampler(self) -> base.Sampler:
+        """p^-½ alone."""
+        return Root(self.inverse_root)
+
+    def solver(self) -> base.Solver:
+        """p alone."""
+        return Divisor(self.diagonal)
+
     def solve(self, vector: Tensor) -> Tensor:
         """v / p."""
         return vector / self.diagonal
@@ -116,3 +124,25 @@ class Precision(base.Precision):
     def as_prior(self) -> Prior:
         """The prior with precision p."""
         return Prior(self.diagonal)
+
+
+@dataclasses.dataclass
+class Root(base.Sampler):
+    """What a draw needs of P = diag(p)."""
+
+    inverse_root: Tensor
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """z / √p."""
+        return noise * self.inverse_root
+
+
+@dataclasses.dataclass
+class Divisor(base.Solver):
+    """What a step needs of P = diag(p)."""
+
+    diagonal: Tensor
+
+    def solve(self, vector: Tensor) -> Tensor:
+        """v / p."""
+        return vector / self.diagonal

@@ -156,7 +156,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
 
         self.mean = self._zeros()
         self.mean.read_parameters_()
-        self._sample, self._gradient = self._zeros(), self._zeros()
+        self._gradient = self._zeros()
         self.mean_step = MeanStep(momentum_mode, self.mean.flat, len(used))
         self._pending = Pending()
         self._scale = (kl_weight / num_data) ** 0.5
@@ -164,7 +164,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         gamma = self.priors.scaled(kl_weight / num_data)
         self.factors = Factors(self.structure, gamma, self.options, self.ranks, self.dtype, self.device)
         self.factors.refresh(dampings(self))
-        self._noise = self.mean.flat.new_zeros(*self.structure.replicas, self.factors.noise_size)
+        self._noise, self._sample = self._place_for_draws()
         self._others = [
             (unit, self.structure.parameters[unit.slots[0].parameter])
             for unit in self.structure.units
@@ -339,6 +339,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
             self.running.keep()
         with undone_on_failure(self.generators, self._drop):
             if self.factors.noisy:
+                self._pending.settle()
                 fill_normal_(self._noise, self.generators)
             self._draw_weights()  # where this fails, the user's weights are still there
             self._draw, failed = draw, True
@@ -363,7 +364,6 @@ class NoisyOptimizer(torch.optim.Optimizer):
         if not self.factors.noisy:
             self._read_mean()
             return
-        self._pending.settle()
         self.mean.find_parameters()
         self._replays.run("draw", self._memory(), self._perturb)
 
@@ -384,6 +384,14 @@ class NoisyOptimizer(torch.optim.Optimizer):
         kept, shown = self.mean.flat.clone(), self.mean.rounded()
         self.mean.read_parameters_()
         self.mean.flat.copy_(torch.where(self.mean.flat == shown, kept, self.mean.flat))
+
+    def _place_for_draws(self) -> tuple[Tensor, FlatWeights]:
+        """Noise and the weights drawn with it, in one place where they can be: each is done with before the other."""
+        if not self.factors.noisy:
+            return self.mean.flat[..., :0], self.mean
+        noise = self.mean.flat.new_zeros(*self.structure.replicas, self.factors.noise_size)
+        shared = noise[..., : self.structure.size]
+        return noise, FlatWeights(self.structure, shared) if shared.is_contiguous() else self._zeros()
 
     def _zeros(self) -> FlatWeights:
         return FlatWeights.zeros(self.structure, self.dtype, self.device)

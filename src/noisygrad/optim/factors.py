@@ -56,6 +56,9 @@ class Factors:
 
     def _diagonal_prior(self) -> Tensor | float | None:
         """All of Γ as one flat vector, or as one number, where no block's prior is more than a diagonal."""
+        only = self.priors[self.blocks[0].name] if len(self.blocks) == 1 else None
+        if isinstance(only, diagonal.Prior) and only.precision.stride(-1) == 0 and only.precision[..., 0].numel() == 1:
+            return only.precision.flatten()[0].item()
         total = None
         for block in self.blocks:
             prior = self.priors[block.name]
@@ -239,7 +242,7 @@ class Factors:
         if damping == 0.0:
             both = stepper.for_steps()
             return BlockFactors(both, both)
-        return BlockFactors(statistics.factorise(prior, 0.0, mode).without_terms(), stepper.solver())
+        return BlockFactors(statistics.factorise(prior, 0.0, mode).sampler(), stepper.solver())
 
     def _factorise_block(self, block: Block, damping: float) -> BlockFactors:
         with naming_layers(block):
@@ -265,7 +268,7 @@ class Factors:
 
     def perturb(self, mean: Tensor, noise: Tensor, scale: float, out: Tensor) -> None:
         """mean + scale · P^(−1/2) ε, into `out`."""
-        if (only := self._only) is not None and isinstance(only.sampler, diagonal.Precision):
+        if (only := self._only) is not None and isinstance(only.sampler, diagonal.Precision | diagonal.Root):
             torch.addcmul(mean, noise, only.sampler.inverse_root, value=scale, out=out)
         else:
             torch.add(mean, self.sample(noise), alpha=scale, out=out)

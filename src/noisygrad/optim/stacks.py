@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from noisygrad.families.base import Precision, Prior, Solver, Statistics, TensorRecord
+from noisygrad.families.base import Precision, Prior, Sampler, Solver, Statistics, TensorRecord
 from noisygrad.posterior.structure import Block
 
 Record = TypeVar("Record", bound=TensorRecord)
@@ -31,20 +31,23 @@ _PADDED = {"right": (-2, -1), "inverse_right": (-2, -1), "right_basis": (-2, -1)
 class BlockFactors:
     """What one block samples with and steps with."""
 
-    sampler: Precision | None
+    sampler: Sampler | None
     stepper: Solver
 
     @property
     def shared(self) -> bool:
         """Whether both are one."""
-        return self.sampler is self.stepper
+        return isinstance(self.sampler, Precision) and self.sampler is self.stepper
 
     def member(self, like: BlockFactors, lead: int, index: int) -> BlockFactors:
         """Those of one block in a stack's, as views of the sizes of `like`."""
+        stepper = _member(self.stepper, like.stepper, lead, index)
         if self.sampler is None or like.sampler is None:
-            return BlockFactors(None, _member(self.stepper, like.stepper, lead, index))
-        sampler = _member(self.sampler, like.sampler, lead, index)
-        return BlockFactors(sampler, sampler if self.shared else _member(self.stepper, like.stepper, lead, index))
+            return BlockFactors(None, stepper)
+        if self.shared:
+            assert isinstance(stepper, Precision)
+            return BlockFactors(stepper, stepper)
+        return BlockFactors(_member(self.sampler, like.sampler, lead, index), stepper)
 
 
 @dataclass

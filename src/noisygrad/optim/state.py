@@ -17,8 +17,8 @@ from noisygrad.optim.generators import part_generators_
 if TYPE_CHECKING:
     from noisygrad.optim.base import NoisyOptimizer
 
-FORMAT = 2
-"""1 kept roots where now there are inverses."""
+FORMAT = 3
+"""1 kept roots where now there are inverses; 2 kept both of a diagonal for draws and for steps."""
 
 
 def save_state(optimizer: NoisyOptimizer) -> dict[str, Any]:

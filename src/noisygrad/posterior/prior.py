@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from noisygrad.families.base import Prior
+from noisygrad.families.base import Prior, thin
 from noisygrad.posterior.structure import Structure
 from noisygrad.posterior.weights import FlatWeights
 from noisygrad.priors import FittedPrior, PriorVariance, check_patterns, prior_precision
@@ -35,8 +35,9 @@ class BlockPriors:
         if fitted is None:
             check_patterns(prior_variance, structure.parameters)
             mean.fill_centres_()
+            centred = not bool(mean.flat.any())
             return cls(
-                mean.flat,
+                thin(0.0, mean.flat.shape, dtype=dtype, device=device) if centred else mean.flat,
                 {
                     block.name: block.prior(lambda name: prior_precision(prior_variance, name), dtype, device)
                     for block in structure.blocks

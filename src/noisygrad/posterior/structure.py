@@ -21,7 +21,7 @@ from noisygrad.curvature.layers import Slot, Unit, find_units
 from noisygrad.curvature.parallel import side_by_side
 from noisygrad.curvature.passes import MatrixPass, Pass
 from noisygrad.families import dense, diagonal, kronecker, tridiagonal
-from noisygrad.families.base import Prior, Statistics
+from noisygrad.families.base import Prior, Statistics, thin
 from noisygrad.posterior.coverage import Coverage, coverage_of
 from noisygrad.posterior.faults import some_of
 from noisygrad.posterior.parameters import ParameterViews
@@ -171,6 +171,9 @@ class Block:
 
     def prior(self, precision_of: Callable[[str], float], dtype: torch.dtype, device: torch.device) -> Prior:
         """A fresh prior from the precision 1/η of each parameter."""
+        different = {precision_of(slot.parameter) for unit in self.units for slot in unit.slots}
+        if self.family == "diagonal" and len(different) == 1:
+            return diagonal.Prior(thin(different.pop(), (*self.batch, self.size), dtype=dtype, device=device))
         if self.family in {"diagonal", "full"}:
             flat = torch.cat(
                 [
