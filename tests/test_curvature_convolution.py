@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
@@ -231,21 +230,3 @@ def test_sums_of_squared_products(positions, lead):
 def test_gram_is_the_product_with_itself(size):
     rows = torch.randn(2, 11, size, dtype=torch.float64)
     close(gram(rows), rows.mT @ rows)
-
-
-def test_frugal_statistics_are_the_same_from_fewer_examples_at_a_time(monkeypatch):
-    conv = make_conv(kernel_size=3, padding=1)
-    images = torch.randn(9, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    gradients = torch.randn(9, 4, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    one = PatchedPass(conv, images, gradients, True)
-    usual = one.squares(), one.input_moment()
-    monkeypatch.setattr(passes, "FRUGAL_CHUNK", 2 * 27 * 16)
-    device = torch.device("cpu")
-    assert passes.at_once(device, 27 * 16) > 9
-    with passes.frugal():
-        assert passes.at_once(device, 27 * 16) == 2
-        with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(passes.at_once, device, 27 * 16).result() > 9
-        found = one.squares(), one.input_moment()
-    torch.testing.assert_close(found, usual, rtol=1e-12, atol=1e-12)
-    assert passes.at_once(device, 27 * 16) > 9

@@ -9,7 +9,7 @@ axis only, because along the other a tap is a slice of memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
@@ -104,34 +104,29 @@ class PatchedPass(MatrixPass):
 
     def input_moment(self) -> Tensor:
         """The mean of a aᵀ, a sum over parts of the batch."""
-        parts = self._parts(self._patch_size * self.gradients.shape[1])
-        total = self._share(first := next(parts), first.input_moment())
-        for part in parts:
-            total.add_(self._share(part, part.input_moment()))
-        return total
 
-    def _share(self, part: MatrixPass, mean: Tensor) -> Tensor:
-        """What the mean over a part adds to the mean over all."""
-        return mean if part.examples == self.examples else mean * (part.examples / self.examples)
+        def share(part: MatrixPass) -> Tensor:
+            mean = part.input_moment()
+            return mean if part.examples == self.examples else mean.mul_(part.examples / self.examples)
+
+        return self._sum_of_parts(share, self._patch_size * self.gradients.shape[1])
 
     def _squared_products(self) -> Tensor:
         """A sum over parts of the batch."""
         positions, outputs = self.gradients.shape[1:]
         rows = positions * (positions + 1) // 2 if positions <= FEW_POSITIONS else max(positions, outputs)
-        parts = self._parts(self._patch_size * rows)
-        total = next(parts)._squared_products()
-        for part in parts:
-            total.add_(part._squared_products())
-        return total
+        return self._sum_of_parts(MatrixPass._squared_products, self._patch_size * rows)
 
-    def _parts(self, numbers: int) -> Iterator[MatrixPass]:
+    def _sum_of_parts(self, what: Callable[[MatrixPass], Tensor], numbers: int) -> Tensor:
         """Of the batch, each as large as memory should be used, where an example takes so many numbers."""
         size = at_once(self._images.device, numbers)
-        if size >= self.examples:
-            yield MatrixPass(self.activations, self.gradients, self.constant)
-            return
-        for images, gradients in zip(self._images.split(size), self.gradients.split(size), strict=True):
-            yield MatrixPass(patches(self._module, images), gradients, self.constant)
+        pairs = zip(self._images.split(size), self.gradients.split(size), strict=True)
+        # The patches of a part are gone before the next are made.
+        sums = (what(MatrixPass(patches(self._module, images), some, self.constant)) for images, some in pairs)
+        total = next(sums)
+        for part in sums:
+            total.add_(part)
+        return total
 
     @property
     def _patch_size(self) -> int:

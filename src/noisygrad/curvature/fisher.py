@@ -20,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from noisygrad.curvature.capture import Record
 from noisygrad.curvature.layers import Batch, Unit, find_layer, first_examples, unbatched
 from noisygrad.curvature.passes import Pass, SummedPass
+from noisygrad.curvature.summaries import Summarise, heard, listening
 from noisygrad.likelihoods import Likelihood
 
 FisherKind = Literal["sampled", "exact", "empirical"]
@@ -38,11 +39,13 @@ def fisher_passes(
     generators: Sequence[torch.Generator],
     dtype: torch.dtype,
     keep: int | None = None,
+    summarise: Summarise | None = None,
 ) -> Iterator[dict[str, Pass]]:
     """The passes whose mean is the Fisher: for each, every unit that took part, by name.
 
     `output` keeps its graph. Of `others` only a summed gradient can be had; each example's share gets a random sign
-    (`SummedPass` says why), which changes nothing for the layers. Only the first `keep` examples are looked at.
+    (`SummedPass` says why), which changes nothing for the layers. Only the first `keep` examples are looked at. With
+    `summarise`, that is all that is kept of a pass.
     """
     lead = len(likelihood.replicas)
     batch = Batch(output.shape[lead], output.shape[lead] if keep is None else keep)
@@ -57,12 +60,13 @@ def fisher_passes(
             weights = column * scale
             if signs is not None:
                 weights = weights * signs.reshape(*signs.shape, *[1] * (weights.dim() - signs.dim()))
-            yield _differentiate((output * weights.to(output.dtype)).sum(), records, others, batch, dtype)
+            yield _differentiate((output * weights.to(output.dtype)).sum(), records, others, batch, dtype, summarise)
         return
     if kind == "sampled":
         target = likelihood.sample(output.detach(), generators)
     losses = likelihood.log_prob(output, target)
-    yield _differentiate((losses if signs is None else losses * signs).sum(), records, others, batch, dtype)
+    total = (losses if signs is None else losses * signs).sum()
+    yield _differentiate(total, records, others, batch, dtype, summarise)
 
 
 def random_signs(output: Tensor, lead: int, generators: Sequence[torch.Generator]) -> Tensor:
@@ -91,16 +95,38 @@ def passes_after_backward(
 
 
 def _differentiate(
-    total: Tensor, records: Sequence[Record], others: Parameters, batch: Batch, dtype: torch.dtype
+    total: Tensor,
+    records: Sequence[Record],
+    others: Parameters,
+    batch: Batch,
+    dtype: torch.dtype,
+    summarise: Summarise | None,
 ) -> dict[str, Pass]:
-    places = [*(record.edge for record in records), *(get_gradient_edge(parameter) for _, parameter in others)]
+    known = [False] * len(records) if summarise is None else heard(records)
+    asked = [record for record, is_heard in zip(records, known, strict=True) if not is_heard]
+    places = [*(record.edge for record in asked), *(get_gradient_edge(parameter) for _, parameter in others)]
     if not places:
         return {}
-    gradients = torch.autograd.grad(total, places, retain_graph=True, allow_unused=True)
-    used = [(record, g) for record, g in zip(records, gradients, strict=False) if g is not None]
+    found: dict[str, Pass] = {}
+    listened = [record for record, is_heard in zip(records, known, strict=True) if is_heard]
+
+    @torch.no_grad()
+    def take(index: int, gradient: Tensor) -> None:
+        with torch.autocast(total.device.type, enabled=False):
+            (one,) = _layer_passes([listened[index]], [gradient], batch, dtype).values()
+            found[listened[index].unit.name] = one if summarise is None else summarise(listened[index].unit, one)
+
+    with listening(listened, take):
+        gradients = torch.autograd.grad(total, places, retain_graph=True, allow_unused=True)
+    used = [(record, g) for record, g in zip(asked, gradients, strict=False) if g is not None]
+    units = {record.unit.name: record.unit for record in records}
     with torch.no_grad(), torch.autocast(total.device.type, enabled=False):
-        passes = _layer_passes([record for record, _ in used], [g for _, g in used], batch, dtype)
-        for (unit, _), gradient in zip(others, gradients[len(records) :], strict=True):
+        found |= {
+            name: one if summarise is None else summarise(units[name], one)
+            for name, one in _layer_passes([record for record, _ in used], [g for _, g in used], batch, dtype).items()
+        }
+        passes = {name: found[name] for name in units if name in found}  # in the order of the forward pass
+        for (unit, _), gradient in zip(others, gradients[len(asked) :], strict=True):
             if gradient is not None:
                 passes[unit.name] = _summed(unit, gradient, batch, dtype)
     return passes

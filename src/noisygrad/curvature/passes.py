@@ -11,8 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -22,18 +21,14 @@ from torch import Tensor
 from noisygrad.families.factorisation import capturing
 from noisygrad.families.kronecker import second_moment
 
-CHUNK = {"cpu": 1 << 22, "cuda": 1 << 26}
-"""Per-example gradients, and patches, are made of at most this many numbers at a time: what fits a cache, or is little
-beside what a GPU holds and takes few launches."""
-
-FRUGAL_CHUNK = 1 << 23
-"""The same inside `frugal`: what still keeps a GPU busy."""
+CHUNK = {"cpu": 1 << 22, "cuda": 1 << 23}
+"""Per-example gradients, and patches, are made of at most this many numbers at a time: what fits a cache, or what keeps
+a GPU busy."""
 
 CACHE = 1 << 19
 """The same on a CPU where the matrices are made in one place: what its cache holds."""
 
 _PLACES = threading.local()
-_HABITS = threading.local()
 
 _PAIRS: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor, Tensor]] = {}
 
@@ -44,23 +39,9 @@ FEW_POSITIONS = 4
 """Up to so many positions, products over pairs of them are cheaper than per-example matrices."""
 
 
-@contextmanager
-def frugal() -> Iterator[None]:
-    """Less memory and more launches inside, as where they are recorded and cost nothing."""
-    before = getattr(_HABITS, "frugal", False)
-    _HABITS.frugal = True
-    try:
-        yield
-    finally:
-        _HABITS.frugal = before
-
-
 def at_once(device: torch.device, numbers: int) -> int:
     """How many examples are worked on at a time, where each takes so many numbers."""
-    limit = CHUNK.get(device.type, FRUGAL_CHUNK)
-    if getattr(_HABITS, "frugal", False):
-        limit = min(limit, FRUGAL_CHUNK)
-    return max(1, limit // max(1, numbers))
+    return max(1, CHUNK.get(device.type, CHUNK["cuda"]) // max(1, numbers))
 
 
 def sum_of_squared_products(outputs: Tensor, inputs: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from noisygrad.curvature.passes import frugal
 from noisygrad.optim.base import NoisyOptimizer
 from noisygrad.optim.closures import Closure
 from noisygrad.optim.graphs import Replays
@@ -51,18 +50,15 @@ class CapturedStep:
         optimizer, options = self._optimizer, self._optimizer.options
         step = optimizer._steps + 1
         statistics, refresh = options.stats_due(step), options.factors_due(step)
-        if not self._captures:
+        if not self._captures or (refresh and self._must_look()):
             return self._as_it_is()
-        if refresh and self._must_look():
-            with frugal():
-                return self._as_it_is()
         optimizer._check_unspoilt()
         numbers = optimizer._numbers
         numbers.set(optimizer.param_groups, options.clip_at(step), options.decay_at(step))
         optimizer.mean.find_parameters()
         dampings = [group["damping"] for group in optimizer.param_groups]
         key = (optimizer._memory(), numbers.key(optimizer.param_groups), self._mode(), *dampings)
-        self._replays.run(f"{statistics} {refresh}", key, self._work)
+        self._replays.run(f"{statistics} {refresh}", key, self._as_it_is)
         if optimizer._steps < step:  # a replay: nothing on the host has noticed
             optimizer._steps = step
             if statistics:
@@ -73,10 +69,6 @@ class CapturedStep:
         """Whether this refresh waits for the GPU: all of matrices, one in so many of diagonals."""
         self._refreshes += 1
         return self._optimizer.family != "diagonal" or self._refreshes % _LOOK_EVERY == 1
-
-    def _work(self) -> None:
-        with frugal():  # recorded launches are cheap
-            self._as_it_is()
 
     def _as_it_is(self) -> Tensor:
         if self._prepare is not None:

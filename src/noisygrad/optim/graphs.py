@@ -16,7 +16,7 @@ from noisygrad.families.factorisation import capturing
 
 WARM_UPS = 3
 
-Work = Callable[[], None]
+Work = Callable[[], object]
 Pool = Any  # torch has no public name for it
 
 

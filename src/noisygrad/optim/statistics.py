@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from noisygrad.curvature import summaries
 from noisygrad.curvature.capture import Capture, Record
 from noisygrad.curvature.fisher import fisher_passes
 from noisygrad.families.factorisation import capturing
@@ -47,6 +48,8 @@ def take_statistics(optimizer: NoisyOptimizer, capture: Capture, output: Tensor,
 
 
 def _take(optimizer: NoisyOptimizer, records: list[Record], output: Tensor, target: Tensor, keep: int) -> None:
+    block_of = optimizer.structure.block_of
+    scarce = optimizer.device.type in summaries.DEVICES
     passes = list(
         fisher_passes(
             optimizer.options.fisher,
@@ -58,6 +61,7 @@ def _take(optimizer: NoisyOptimizer, records: list[Record], output: Tensor, targ
             generators=optimizer.generators,
             dtype=optimizer.dtype,
             keep=keep,
+            summarise=(lambda unit, one: block_of[unit.name].summarise(one)) if scarce else None,
         )
     )
     blocks, current = optimizer.structure.blocks, optimizer.factors.statistics

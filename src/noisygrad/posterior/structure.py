@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from noisygrad.curvature.layers import Slot, Unit, find_units
 from noisygrad.curvature.parallel import side_by_side
 from noisygrad.curvature.passes import MatrixPass, Pass
+from noisygrad.curvature.summaries import MomentSummary, SquareSummary
 from noisygrad.families import dense, diagonal, kronecker, tridiagonal
 from noisygrad.families.base import Prior, Statistics, thin
 from noisygrad.posterior.coverage import Coverage, coverage_of
@@ -130,10 +131,11 @@ class Block:
                 if name.startswith("inputs"):
                     tensor.copy_(current.tensors()[name])
             return nothing
-        matrices = self._matrices(passes)
         if self.family == "kronecker":
-            (only,) = matrices
+            only = passes[self.units[0].name]
+            assert isinstance(only, MatrixPass | MomentSummary)
             return kronecker.Statistics(only.input_moment(), only.output_moment())
+        matrices = self._matrices(passes)
         measured = tridiagonal.Statistics.measure(
             [p.activations for p in matrices],
             [p.gradients for p in matrices],
@@ -149,6 +151,12 @@ class Block:
         return dataclasses.replace(
             measured, inputs=tuple(new if unit in seen else old for unit, new, old in pairs)
         ).clone()
+
+    def summarise(self, one: Pass) -> Pass:
+        """All that `measure` wants to know of a pass through one of its units."""
+        if self.family == "diagonal":
+            return SquareSummary.of(one)
+        return MomentSummary.of(one) if self.family == "kronecker" and isinstance(one, MatrixPass) else one
 
     def _matrices(self, passes: Mapping[str, Pass]) -> list[MatrixPass]:
         """The passes of all units; a layer of a chain that took no part has no gradient."""
@@ -222,6 +230,11 @@ class Structure:
     def shapes(self) -> dict[str, torch.Size]:
         """The shape of every trainable parameter."""
         return {name: parameter.shape for name, parameter in self.parameters.items()}
+
+    @cached_property
+    def block_of(self) -> dict[str, Block]:
+        """The block of each unit, by name."""
+        return {unit.name: block for block in self.blocks for unit in block.units}
 
     def parameter_views(self, slots: Sequence[Slot]) -> ParameterViews:
         """The parts of the parameters that `slots` hold; one object for all flat vectors of this structure."""

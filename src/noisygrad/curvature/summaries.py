@@ -1,0 +1,143 @@
+"""Statistics of each layer as soon as its output gradient is there, on a GPU: that gradient need not be kept.
+
+All output gradients of a deep network together are as large as its activations. So a hook on the place of the graph
+where a layer's output was made takes what the layer's block wants to know of it, and only that is kept. The backward
+pass is asked for the gradients of the few layers alone that no other layer comes before, and of those that need all
+their calls together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from noisygrad.curvature.capture import Record
+from noisygrad.curvature.layers import Unit
+from noisygrad.curvature.passes import MatrixPass, Pass
+
+DEVICES = {"cuda"}
+"""Where memory is scarce. A CPU takes the layers side by side, for which it needs them all."""
+
+Summarise: TypeAlias = Callable[[Unit, Pass], Pass]
+
+
+@dataclass
+class Summary(Pass):
+    """What is left of a pass: sums over its examples, and of what it carried one number each."""
+
+    count: int
+    sizes: dict[str, Tensor]
+
+    @property
+    def examples(self) -> int:
+        """How many there were."""
+        return self.count
+
+    def rows(self) -> Tensor:
+        """None are left."""
+        raise TypeError("of a summary no per-example gradients are left")
+
+    def carried(self) -> dict[str, Tensor]:
+        """One number for each tensor."""
+        return self.sizes
+
+    @classmethod
+    def joined(cls, passes: Sequence[Pass]) -> Pass:
+        """Too late."""
+        raise TypeError("the calls of a layer are joined before they are summarised")
+
+
+@dataclass
+class SquareSummary(Summary):
+    """Sums of squares, for a diagonal."""
+
+    sums: list[Tensor]
+
+    @classmethod
+    def of(cls, one: Pass) -> SquareSummary:
+        """That of a pass."""
+        return cls(one.examples, _sizes(one), one.square_sums())
+
+    def square_sums(self) -> list[Tensor]:
+        """In pieces, as the pass had them."""
+        return self.sums
+
+
+@dataclass
+class MomentSummary(Summary):
+    """A and S, for a Kronecker product."""
+
+    inputs: Tensor
+    outputs: Tensor
+
+    @classmethod
+    def of(cls, one: MatrixPass) -> MomentSummary:
+        """That of a pass."""
+        return cls(one.examples, _sizes(one), one.input_moment(), one.output_moment())
+
+    def input_moment(self) -> Tensor:
+        """A."""
+        return self.inputs
+
+    def output_moment(self) -> Tensor:
+        """S."""
+        return self.outputs
+
+
+def _sizes(one: Pass) -> dict[str, Tensor]:
+    """Finite if all that it carried was, and as large: `optim.finite.Trail` asks for nothing else."""
+    carried = one.carried()
+    return dict(zip(carried, torch._foreach_norm(list(carried.values()), 1), strict=True)) if carried else {}
+
+
+def heard(records: Sequence[Record]) -> list[bool]:
+    """Which of the calls need not be asked for: those on the way to another, of layers that were called once."""
+    nodes = {record.edge.node for record in records}
+    reaching: dict[Node, bool] = {}
+    for record in records:
+        _explore(record.edge.node, nodes, reaching)
+    calls = Counter(record.unit.name for record in records)
+    return [reaching[record.edge.node] and calls[record.unit.name] == 1 for record in records]
+
+
+def _explore(start: Node, targets: set[Node], reaching: dict[Node, bool]) -> None:
+    """Find out of all nodes behind `start` whether there is a target behind them."""
+    stack = [start]
+    while stack:
+        node = stack[-1]
+        if node in reaching:
+            stack.pop()
+            continue
+        behind = [following for following, _ in node.next_functions if following is not None]
+        if unknown := [following for following in behind if following not in reaching]:
+            stack += unknown
+            continue
+        reaching[node] = any(following in targets or reaching[following] for following in behind)
+        stack.pop()
+
+
+@contextmanager
+def listening(records: Sequence[Record], take: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Inside, a backward pass hands the output gradient of each record to `take`, with the record's number."""
+
+    def hook(index: int, output: int) -> Callable[[tuple[Tensor | None, ...]], None]:
+        def hear(gradients: tuple[Tensor | None, ...]) -> None:
+            gradient = gradients[output]
+            if gradient is not None:
+                take(index, gradient)
+
+        return hear
+
+    handles = [r.edge.node.register_prehook(hook(index, r.edge.output_nr)) for index, r in enumerate(records)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
