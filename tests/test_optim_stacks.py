@@ -78,6 +78,16 @@ def test_a_stacked_step_is_that_of_single_blocks(settings, monkeypatch):
     torch.testing.assert_close(other.mean.flat, one.mean.flat, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("noise", [False, True])
+@pytest.mark.parametrize("settings", CASES, ids=str)
+def test_a_stack_factorised_in_parts_is_the_same(settings, noise, monkeypatch):
+    whole = trained(monkeypatch, True, **settings, noise=noise)
+    monkeypatch.setattr(stacks, "TOGETHER", 1)
+    parted = trained(monkeypatch, True, **settings, noise=noise)
+    assert any(len(stack.split()) > 1 for stack in parted.factors._stacks.stacks)
+    torch.testing.assert_close(parted.mean.flat, whole.mean.flat, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("settings", CASES, ids=str)
 def test_stacked_draws_have_the_covariance_of_single_ones(settings, monkeypatch):
     found: list[Tensor] = []

@@ -186,8 +186,9 @@ class Factors:
         return factors is not None and factors.shared == (block.noise and dampings[block.group] == 0.0)
 
     def _factorise_stacks(self, dampings: Mapping[int, float]) -> Iterator[tuple[Stack, BlockFactors]]:
-        """Blocks of equal shape together, looked at once for each shape; what goes wrong is left to single blocks."""
-        for stack in [] if self._stacks is None or self._ranks.active else self._stacks.stacks:
+        """Blocks of equal shape together, looked at once; what goes wrong is left to single blocks."""
+        whole = [] if self._stacks is None or self._ranks.active else self._stacks.stacks
+        for stack in (part for each in whole for part in each.split()):
             first = stack.blocks[0]
             if not self._fits(stack.factors, first, dampings):
                 continue

@@ -23,6 +23,8 @@ Record = TypeVar("Record", bound=TensorRecord)
 DEVICES = {"cuda"}
 """Where stacking pays; a CPU has no launches to save, and would only copy."""
 ALIGNMENT = 8
+TOGETHER = 1 << 23
+"""Matrices of so many numbers are factorised together: it takes several times their memory."""
 _PADDED = {"right": (-2, -1), "inverse_right": (-2, -1), "right_basis": (-2, -1), "spectrum": (-1,)}
 """The dimensions of the factors' tensors that count inputs."""
 
@@ -79,6 +81,25 @@ class Stack:
     def statistics(self, of_blocks: Mapping[str, Statistics]) -> Statistics:
         """A copy of its blocks' statistics, as one."""
         return _together([of_blocks[block.name] for block in self.blocks], len(self.blocks[0].batch))
+
+    def split(self) -> list[Stack]:
+        """Itself in parts that are small enough to be factorised together, as views."""
+        size = max(1, TOGETHER // (self.width * max(self.width, self.height)))
+        lead, count = len(self.blocks[0].batch), len(self.blocks)
+        return [self] if size >= count else [self._part(lead, k, min(k + size, count)) for k in range(0, count, size)]
+
+    def _part(self, lead: int, first: int, stop: int) -> Stack:
+        def narrow(record: Record) -> Record:
+            return record.map(lambda tensor: tensor.narrow(lead, first, stop - first))
+
+        stepper, sampler = narrow(self.factors.stepper), self.factors.sampler
+        if self.factors.shared:
+            assert isinstance(stepper, Precision)
+            factors = BlockFactors(stepper, stepper)
+        else:
+            factors = BlockFactors(None if sampler is None else narrow(sampler), stepper)
+        start = self.start + first * self.height * self.width
+        return Stack(self.blocks[first:stop], factors, narrow(self.prior), start, self.width)
 
     def store_(self, new: BlockFactors) -> None:
         """Replace the factors by others, which are not padded."""

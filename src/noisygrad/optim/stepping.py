@@ -51,6 +51,7 @@ def _rest_of_step(
     with optimizer.factors.unchanged_on_failure() if options.factors_due(step) else nullcontext():
         if pending.statistics:
             optimizer.factors.update(pending.statistics, pending.examples, decay, mask)
+            pending.statistics = {}  # as large as the moving averages, and done with
         if options.factors_due(step):
             optimizer.guard.check()
             optimizer.factors.refresh(dampings(optimizer))
