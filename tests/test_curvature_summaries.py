@@ -11,7 +11,7 @@ import noisygrad as ng
 from noisygrad.curvature import summaries
 from noisygrad.curvature.capture import Capture
 from noisygrad.curvature.layers import find_units
-from noisygrad.posterior.structure import Block
+from noisygrad.posterior.blocks import Block
 
 
 class Residual(nn.Module):

@@ -16,7 +16,8 @@ from noisygrad.curvature.capture import Capture
 from noisygrad.curvature.fisher import FisherKind, fisher_passes
 from noisygrad.families.base import Statistics
 from noisygrad.likelihoods import Likelihood
-from noisygrad.posterior.structure import Family, Structure, build_structure, parameter_order
+from noisygrad.posterior.blocks import Family
+from noisygrad.posterior.structure import Structure, build_structure, parameter_order
 
 torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from noisygrad.curvature.layers import Layer, Slot, Unit, observe_linear, register
+from noisygrad.curvature.layers import Layer, observe_linear, register
 from noisygrad.curvature.passes import Pass
+from noisygrad.curvature.units import Slot, Unit
 
 PARTS = ("query", "key", "value")
 SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")

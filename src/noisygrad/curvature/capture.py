@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from noisygrad.curvature.attention import recorded_forward
-from noisygrad.curvature.layers import Unit
+from noisygrad.curvature.units import Unit
 
 
 @dataclass

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from noisygrad.curvature.capture import Record
-from noisygrad.curvature.layers import Batch, Unit, find_layer, first_examples, unbatched
+from noisygrad.curvature.layers import Batch, find_layer, first_examples, unbatched
 from noisygrad.curvature.passes import Pass, SummedPass
 from noisygrad.curvature.summaries import Summarise, heard, listening
+from noisygrad.curvature.units import Unit
 from noisygrad.likelihoods import Likelihood
 
 FisherKind = Literal["sampled", "exact", "empirical"]

@@ -8,92 +8,17 @@ part of them (the three projections of attention are three units). `Slot` says w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from noisygrad.curvature.convolution import ConvolutionPass, PatchedPass, patches
 from noisygrad.curvature.passes import ElementwisePass, EmbeddingPass, MatrixPass, Pass, SummedPass
+from noisygrad.curvature.units import Slot, Unit
 from noisygrad.networks import ReplicatedLinear
-
-Kind = Literal["matrix", "elementwise", "embedding", "other"]
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Columns [start, stop) of a unit's matrix hold (rows of) one parameter, whose prior is centred on `centre`."""
-
-    parameter: str
-    start: int
-    stop: int
-    rows: tuple[int, int] | None = None
-    centre: float = 0.0
-
-    def of(self, tensor: Tensor, replica_dims: int) -> Tensor:
-        """The part of the parameter (or of its gradient) that this slot holds, as a view."""
-        if self.rows is None:
-            return tensor
-        return tensor.narrow(replica_dims, self.rows[0], self.rows[1] - self.rows[0])
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One matrix of trainable weights: `groups` blocks of `outputs` × `inputs`, the constant's column included."""
-
-    name: str
-    kind: Kind
-    outputs: int
-    inputs: int
-    slots: tuple[Slot, ...]
-    layer: str
-    groups: int = 1
-    constant: bool = False
-    chainable: bool = False
-    replicas: tuple[int, ...] = ()
-    sequence_first: bool = False
-    note: str = ""
-
-    @property
-    def size(self) -> int:
-        """How many weights it has (per replica)."""
-        return self.groups * self.outputs * self.inputs
-
-    @property
-    def rows(self) -> int:
-        """Rows of the matrix, all groups together."""
-        return self.groups * self.outputs
-
-    def parts(self, segment: Tensor) -> list[Tensor]:
-        """Each slot's columns as a contiguous `[..., rows, width]` view into a flat `[..., size]` segment.
-
-        A segment holds slot after slot, so that every parameter is one piece of memory.
-        """
-        sizes = [self.rows * (slot.stop - slot.start) for slot in self.slots]
-        return [part.unflatten(-1, (self.rows, -1)) for part in segment.split(sizes, dim=-1)]
-
-    def matrix(self, segment: Tensor) -> Tensor:
-        """A flat segment as the unit's matrices, `[..., groups · outputs · inputs]` row by row."""
-        parts = self.parts(segment)
-        return segment if len(parts) == 1 else torch.cat(parts, dim=-1).flatten(start_dim=-2)
-
-    def write_matrix_(self, segment: Tensor, values: Tensor) -> None:
-        """The inverse of `matrix`: put `[..., groups · outputs · inputs]`, row by row, into a flat segment."""
-        matrix = values.unflatten(-1, (self.rows, self.inputs))
-        for slot, part in zip(self.slots, self.parts(segment), strict=True):
-            part.copy_(matrix[..., slot.start : slot.stop])
-
-    def views(self, segment: Tensor, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[Slot, Tensor]]:
-        """Each slot with its view into a flat `[..., size]` segment, shaped like the parameter it holds."""
-        sizes = [self.rows * (slot.stop - slot.start) for slot in self.slots]
-        for slot, part in zip(self.slots, segment.split(sizes, dim=-1), strict=True):
-            shape = shapes[slot.parameter][len(self.replicas) :]
-            if slot.rows is not None:
-                shape = torch.Size((slot.rows[1] - slot.rows[0], *shape[1:]))
-            yield slot, part.unflatten(-1, shape) if shape else part[..., 0]
 
 
 @dataclass(frozen=True)

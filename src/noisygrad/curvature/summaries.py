@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from noisygrad.curvature.capture import Record
-from noisygrad.curvature.layers import Unit
 from noisygrad.curvature.passes import MatrixPass, Pass
+from noisygrad.curvature.units import Unit
 
 DEVICES = {"cuda"}
 """Where memory is scarce. A CPU takes the layers side by side, for which it needs them all."""

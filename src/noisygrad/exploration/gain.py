@@ -24,8 +24,8 @@ from torch import Tensor
 from noisygrad.exploration.sensitivity import Sensitivity, sensitivities
 from noisygrad.families import diagonal, kronecker
 from noisygrad.families.base import Precision
+from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.posterior import Posterior
-from noisygrad.posterior.structure import Block
 
 CovarianceTerm = Literal["exact", "blockwise"]
 _CHUNK = 1024

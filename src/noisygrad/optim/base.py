@@ -32,10 +32,11 @@ from noisygrad.optim.options import FisherPass, FisherStart, MomentumMode, Optio
 from noisygrad.optim.running import RunningStatistics
 from noisygrad.optim.state import load_state, save_state
 from noisygrad.optim.stepping import apply_step, dampings
+from noisygrad.posterior.blocks import Family
 from noisygrad.posterior.coverage import Coverage
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
-from noisygrad.posterior.structure import Family, build_structure
+from noisygrad.posterior.structure import build_structure
 from noisygrad.posterior.weights import FlatWeights
 from noisygrad.priors import FittedPrior, PriorVariance
 
@@ -136,7 +137,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
         """The model as it was given: wrapped, where it was."""
         self.model, self._compiled = unwrapped(model)
         noisy = [bool(settings["noise"]) for settings in patterns.settings]
-        self.structure = build_structure(self.model, self.family, patterns.of, noisy)
+        self._usual = build_structure(self.model, self.family, patterns.of, noisy)
+        self.structure = self._usual.in_memory_order()
         used = sorted({block.group for block in self.structure.blocks})
         super().__init__(patterns.param_groups(self.structure.parameters, used), defaults)
         if capturable:
@@ -160,8 +162,9 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self.mean_step = MeanStep(momentum_mode, self.mean.flat, len(used))
         self._pending = Pending()
         self._scale = (kl_weight / num_data) ** 0.5
-        self.priors = BlockPriors.build(self.structure, prior_variance, prior, self.dtype, self.device)
-        gamma = self.priors.scaled(kl_weight / num_data)
+        self.priors = BlockPriors.build(self._usual, prior_variance, prior, self.dtype, self.device)
+        own = self.priors.as_in(self.structure)
+        self.centre, gamma = own.centre, own.scaled(kl_weight / num_data)
         self.factors = Factors(self.structure, gamma, self.options, self.ranks, self.dtype, self.device)
         self.factors.refresh(dampings(self))
         self._noise, self._sample = self._place_for_draws()
@@ -286,9 +289,9 @@ class NoisyOptimizer(torch.optim.Optimizer):
         return Posterior(
             self.model,
             self.likelihood,
-            self.structure,
-            self.mean.flat.clone(),
-            {block.name: self.factors.statistics[block.name].clone() for block in self.structure.blocks},
+            self._usual,
+            self.structure.from_memory(self.mean.flat),
+            self.factors.snapshot(),
             self.priors,
             num_data=self.options.num_data,
             kl_weight=self.options.kl_weight,

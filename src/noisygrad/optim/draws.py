@@ -12,7 +12,7 @@ from noisygrad.curvature.passes import Pass
 from noisygrad.distributed import Ranks
 from noisygrad.families.base import Statistics
 from noisygrad.optim.finite import Trail, surely_finite
-from noisygrad.posterior.structure import Block
+from noisygrad.posterior.blocks import Block
 
 
 @dataclass

@@ -20,8 +20,9 @@ from noisygrad.families.rounding import full_precision
 from noisygrad.optim import stacks
 from noisygrad.optim.options import Options
 from noisygrad.optim.stacks import BlockFactors, Stack, Stacks, can_stack
+from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.faults import naming_layers
-from noisygrad.posterior.structure import Block, Structure
+from noisygrad.posterior.structure import Structure
 
 
 class Factors:
@@ -258,6 +259,15 @@ class Factors:
         old.stepper.copy_(new.stepper)
         if old.sampler is not None and new.sampler is not None and not old.shared:
             old.sampler.copy_(new.sampler)
+
+    def snapshot(self) -> dict[str, Statistics]:
+        """A copy of the statistics, with every parameter row by row."""
+        return {
+            block.name: self.statistics[block.name].clone().map(block.from_memory)
+            if block.family == "diagonal"
+            else self.statistics[block.name].clone()
+            for block in self.blocks
+        }
 
     def tensors(self, block: Block) -> dict[str, Tensor]:
         """The cached factors of a block by name, for saving and sending."""

@@ -12,8 +12,9 @@ from torch import Tensor
 from noisygrad.curvature.passes import Pass
 from noisygrad.families.base import Statistics
 from noisygrad.optim.running import RunningStatistics
+from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.faults import some_of
-from noisygrad.posterior.structure import Block, Structure
+from noisygrad.posterior.structure import Structure
 
 
 class NonFiniteError(ArithmeticError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from noisygrad.optim.base import NoisyOptimizer
-from noisygrad.posterior.structure import Family
+from noisygrad.posterior.blocks import Family
 
 
 class NoisyAdam(NoisyOptimizer):

@@ -13,7 +13,7 @@ from torch import nn
 from noisygrad.curvature.fisher import FisherKind
 from noisygrad.families.base import DampingMode
 from noisygrad.likelihoods import Likelihood
-from noisygrad.posterior.structure import Family
+from noisygrad.posterior.blocks import Family
 from noisygrad.priors import FittedPrior, PriorVariance, check_prior_variance, is_improper
 
 MomentumMode = Literal["average", "heavy_ball"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from noisygrad.families.base import Precision, Prior, Sampler, Solver, Statistics, TensorRecord
-from noisygrad.posterior.structure import Block
+from noisygrad.posterior.blocks import Block
 
 Record = TypeVar("Record", bound=TensorRecord)
 DEVICES = {"cuda"}

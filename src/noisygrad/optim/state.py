@@ -16,6 +16,8 @@ from noisygrad.optim.generators import part_generators_
 
 if TYPE_CHECKING:
     from noisygrad.optim.base import NoisyOptimizer
+    from noisygrad.posterior.structure import Structure
+from noisygrad.posterior.blocks import Block
 
 FORMAT = 3
 """1 kept roots where now there are inverses; 2 kept both of a diagonal for draws and for steps."""
@@ -30,7 +32,10 @@ def save_state(optimizer: NoisyOptimizer) -> dict[str, Any]:
         "steps": optimizer._steps,
         "settings": _settings(optimizer),
         "rank": optimizer.ranks.rank,
-        "tensors": {name: tensor.detach().clone() for name, tensor in _tensors(optimizer).items()},
+        "tensors": {
+            name: (tensor if owner is None else owner.from_memory(tensor)).detach().clone()
+            for name, (tensor, owner) in _tensors(optimizer).items()
+        },
         "generators": {str(i): generator.get_state() for i, generator in enumerate(optimizer.generators)},
         "likelihood": {name: tensor.detach().clone() for name, tensor in optimizer.likelihood.state_dict().items()},
         "param_groups": [
@@ -83,14 +88,14 @@ def load_state(optimizer: NoisyOptimizer, state: Mapping[str, Any]) -> None:
     wrong = [
         name
         for name in own.keys() | theirs.keys()
-        if name not in own or name not in theirs or own[name].shape != theirs[name].shape
+        if name not in own or name not in theirs or own[name][0].shape != theirs[name].shape
     ]
     if wrong:
         raise ValueError(
             f"the state belongs to another model, other groups or another damping: {', '.join(sorted(wrong)[:4])} "
             f"{'differs' if len(wrong) == 1 else 'differ'} in shape or presence"
         )
-    if any(not torch.equal(tensor.cpu(), theirs[name].cpu()) for name, tensor in own.items() if _is_prior(name)):
+    if any(not torch.equal(tensor.cpu(), theirs[name].cpu()) for name, (tensor, _) in own.items() if _is_prior(name)):
         raise ValueError("the state belongs to another prior: construct the optimiser with the prior it was saved with")
     if len(state["generators"]) != len(optimizer.generators):
         raise ValueError("the state has another number of replicas")
@@ -102,9 +107,9 @@ def load_state(optimizer: NoisyOptimizer, state: Mapping[str, Any]) -> None:
         raise ValueError(f"the state belongs to another likelihood: {error}") from error
     optimizer.likelihood.load_state_dict(state["likelihood"])
     with torch.no_grad():
-        for name, tensor in own.items():
+        for name, (tensor, owner) in own.items():
             if not _is_prior(name):
-                tensor.copy_(theirs[name])
+                tensor.copy_(theirs[name] if owner is None else owner.to_memory(theirs[name]))
     for index, generator in enumerate(optimizer.generators):
         generator.set_state(state["generators"][str(index)].cpu())
     part_generators_(optimizer.generators, state["rank"], optimizer.ranks, same_draw=optimizer._same_draw)
@@ -118,15 +123,18 @@ def load_state(optimizer: NoisyOptimizer, state: Mapping[str, Any]) -> None:
     optimizer._consume()
 
 
-def _tensors(optimizer: NoisyOptimizer) -> dict[str, Tensor]:
-    """Every tensor of the state by name; the mean is among them, for parameters too narrow to hold all its digits."""
-    factors = optimizer.factors
-    found = {
-        "mean": optimizer.mean.flat,
-        "momentum": optimizer.mean_step.momentum,
-        "momentum_weight": optimizer.mean_step.weight,
-        "updates": factors.updates,
-        "prior_mean": optimizer.priors.mean,
+def _tensors(optimizer: NoisyOptimizer) -> dict[str, tuple[Tensor, Structure | Block | None]]:
+    """Every tensor of the state by name, with that which knows in what order its numbers lie, if not in the usual one.
+
+    The mean is among them, for parameters too narrow to hold all its digits.
+    """
+    factors, structure = optimizer.factors, optimizer.structure
+    found: dict[str, tuple[Tensor, Structure | Block | None]] = {
+        "mean": (optimizer.mean.flat, structure),
+        "momentum": (optimizer.mean_step.momentum, structure),
+        "momentum_weight": (optimizer.mean_step.weight, None),
+        "updates": (factors.updates, None),
+        "prior_mean": (optimizer.priors.mean, None),
     }
     for block in factors.blocks:
         parts = {
@@ -134,7 +142,9 @@ def _tensors(optimizer: NoisyOptimizer) -> dict[str, Tensor]:
             "prior": optimizer.priors.blocks[block.name].tensors(),
             "factors": factors.tensors(block),
         }
-        found |= {f"{block.name}/{part}/{name}": t for part, tensors in parts.items() for name, t in tensors.items()}
+        for part, tensors in parts.items():
+            owner = block if block.family == "diagonal" and part != "prior" else None
+            found |= {f"{block.name}/{part}/{name}": (tensor, owner) for name, tensor in tensors.items()}
     return found
 
 

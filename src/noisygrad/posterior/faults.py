@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from noisygrad.families.factorisation import FactorisationError
 
 if TYPE_CHECKING:
-    from noisygrad.posterior.structure import Block
+    from noisygrad.posterior.blocks import Block
 
 
 def some_of(names: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from noisygrad.archive import write_archive
 from noisygrad.likelihoods import by_name
-from noisygrad.posterior.structure import Block
+from noisygrad.posterior.blocks import Block
 
 if TYPE_CHECKING:
     from noisygrad.posterior.posterior import Posterior

@@ -14,11 +14,12 @@ from noisygrad.archive import read_archive
 from noisygrad.curvature.capture import unwrapped
 from noisygrad.families.base import DampingMode, Prior, TensorRecord
 from noisygrad.likelihoods import Likelihood, by_name
+from noisygrad.posterior.blocks import Block, Family
 from noisygrad.posterior.faults import some_of
 from noisygrad.posterior.files import FORMAT
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
-from noisygrad.posterior.structure import FAMILIES, Block, Family, build_structure
+from noisygrad.posterior.structure import FAMILIES, build_structure
 from noisygrad.posterior.weights import FlatWeights
 
 HEADER: dict[str, tuple[type, ...]] = {

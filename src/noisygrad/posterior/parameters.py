@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from noisygrad.curvature.layers import Slot
+from noisygrad.curvature.units import Slot
 
 DEVICES = {"cuda"}
 """Where the number of launches counts; a CPU copies tensor by tensor in any case."""

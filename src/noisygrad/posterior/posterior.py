@@ -20,11 +20,12 @@ from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
 from noisygrad.families.kl import kl_divergence, log_prob
 from noisygrad.families.rounding import full_precision
 from noisygrad.likelihoods import Likelihood
+from noisygrad.posterior.blocks import Block, Family
 from noisygrad.posterior.coverage import Coverage
 from noisygrad.posterior.faults import naming_layers
 from noisygrad.posterior.files import save_posterior
 from noisygrad.posterior.prior import BlockPriors
-from noisygrad.posterior.structure import LARGEST_DENSE, Block, Family, Structure, parameter_order
+from noisygrad.posterior.structure import LARGEST_DENSE, Structure, parameter_order
 from noisygrad.posterior.weights import FlatWeights, evaluating
 from noisygrad.predictions import Prediction
 from noisygrad.priors import FittedPrior

@@ -62,6 +62,16 @@ class BlockPriors:
         """The mean, or None where it is 0 throughout: a subtraction less in every step."""
         return self.mean if bool(self.mean.any()) else None
 
+    def as_in(self, structure: Structure) -> BlockPriors:
+        """The same for a structure in memory order."""
+        blocks = {
+            block.name: self.blocks[block.name].map(block.to_memory)
+            if block.family == "diagonal"
+            else self.blocks[block.name]
+            for block in structure.blocks
+        }
+        return BlockPriors(self.mean if self.centre is None else structure.to_memory(self.mean), blocks)
+
     def scaled(self, factor: float) -> dict[str, Prior]:
         """Γ of each block: the precision in units of the Fisher, for `factor` = λ/N."""
         return {name: prior.scaled(factor) for name, prior in self.blocks.items()}
