@@ -21,7 +21,7 @@ from torch import Tensor
 from noisygrad.families.factorisation import capturing
 from noisygrad.families.kronecker import second_moment
 
-CHUNK = {"cpu": 1 << 22, "cuda": 1 << 23}
+CHUNK = {"cpu": 1 << 22, "cuda": 1 << 24}
 """Per-example gradients, and patches, are made of at most this many numbers at a time: what fits a cache, or what keeps
 a GPU busy."""
 
