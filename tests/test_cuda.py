@@ -284,3 +284,58 @@ def test_stacked_blocks_step_like_single_ones(damping: float, mode: str, monkeyp
             optimizer.step(lambda x=x, y=y, model=model: (model(x), y))
         found.append(optimizer.mean.flat.clone())
     torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("kind", [ng.NoisyAdam, ng.NoisyKFAC])
+def test_channels_last_images_train_like_a_cpu(kind: type[ng.NoisyOptimizer], captured: bool) -> None:
+    """Other memory, statistics while the backward pass is under way, stacks: the same numbers."""
+    states = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3, padding=1),
+            torch.nn.ReLU(inplace=True),
+            torch.nn.Conv2d(8, 8, 3, padding=1, stride=2),
+            torch.nn.ReLU(),
+            torch.nn.Conv2d(8, 8, 3, padding=1),
+            torch.nn.Conv2d(8, 4, 1),
+            torch.nn.Flatten(),
+            torch.nn.Linear(64, 3),
+        ).double()
+        x = torch.randn(12, 3, 8, 8, dtype=torch.float64).to(device)
+        y = torch.randint(3, (12,)).to(device)
+        model = model.to(device)
+        if device == "cuda":
+            model, x = model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
+        settings = {"lr": 0.02, "damping": 1e-2, "stats_every": 2, "factor_every": 6, "kl_clip": 1e-2, "seed": 3}
+        optimizer = kind(model, ng.Categorical(), num_data=200, noise=False, fisher="empirical", **settings)
+        assert (optimizer.structure is optimizer._usual) == (device == "cpu")
+        step = CapturedStep(optimizer, lambda model=model, x=x, y=y: (model(x), y)) if captured else None
+        for _ in range(25):
+            if step is None:
+                optimizer.step(lambda model=model, x=x, y=y: (model(x), y))
+            else:
+                step()
+        states.append({name: tensor.cpu() for name, tensor in optimizer.state_dict()["tensors"].items()})
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(states[1][name], tensor, rtol=1e-7, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_statistics_do_not_keep_all_output_gradients() -> None:
+    """Of twenty layers, whose outputs are all of one size, only a few gradients are there at a time."""
+    size = 4 * 32 * 128 * 64 * 64  # bytes of one output
+    layers = [module for _ in range(20) for module in (torch.nn.Conv2d(32, 32, 1), torch.nn.ReLU(inplace=True))]
+    pool = torch.nn.AdaptiveAvgPool2d(1)
+    model = torch.nn.Sequential(*layers, pool, torch.nn.Flatten()).cuda().to(memory_format=torch.channels_last)
+    x = torch.randn(128, 32, 64, 64, device="cuda").contiguous(memory_format=torch.channels_last)
+    y = torch.randint(32, (128,), device="cuda")
+    optimizer = ng.NoisyAdam(model, ng.Categorical(), num_data=1000, stats_every=2, factor_every=100, seed=0)
+    peaks = []
+    for kind in (0, 1, 0, 1):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        optimizer._steps = kind
+        optimizer.step(lambda: (model(x), y))
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[3] - peaks[2] < 8 * size
