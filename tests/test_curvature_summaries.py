@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import noisygrad as ng
-from noisygrad.curvature import summaries
+from noisygrad.curvature import fisher, summaries
 from noisygrad.curvature.capture import Capture
 from noisygrad.curvature.layers import find_units
 from noisygrad.posterior.blocks import Block
@@ -111,6 +111,25 @@ def test_an_output_gradient_is_gone_before_the_next_is_there(monkeypatch):
     finally:
         gc.enable()
     assert alive == [0] * 6
+
+
+@pytest.mark.parametrize("family", FAMILIES[:2])
+def test_the_passes_of_an_exact_fisher_are_not_kept(family, monkeypatch):
+    monkeypatch.setattr(summaries, "DEVICES", {"cpu"})
+    made, alive, walks = [], [], []
+    real, explored = Block.summarise, summaries.heard
+
+    def summarise(self, one):
+        alive.append(sum(reference() is not None for reference in made))
+        made.append(weakref.ref(found := real(self, one)))
+        return found
+
+    monkeypatch.setattr(Block, "summarise", summarise)
+    monkeypatch.setattr(fisher, "heard", lambda records: walks.append(0) or explored(records))
+    statistics("chain", family, fisher="exact")
+    assert len(alive) == 2 * 3 * 3  # steps, classes, layers
+    assert max(alive) < 3
+    assert len(walks) == 2
 
 
 @pytest.mark.parametrize("family", FAMILIES[:2])

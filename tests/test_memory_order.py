@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import noisygrad as ng
-from noisygrad.curvature import summaries
+from noisygrad.curvature import layers, passes, summaries, units
 from noisygrad.optim import base, stacks
 from noisygrad.posterior import parameters
 
@@ -164,3 +167,63 @@ def test_parameters_may_change_their_memory_later(gpu_ways):
         optimizer.model.to(memory_format=torch.contiguous_format)
         train(optimizer, gpu_ways.current)
     same(usual, other)
+
+
+class Grouped(nn.Module):
+    """A matrix that nobody would guess: one for each group, with its last dimensions swapped in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 3, 4, dtype=torch.float64).mT.contiguous().mT)
+
+    def forward(self, x):
+        return torch.einsum("goi,bgi->bgo", self.weight, x.unflatten(-1, (2, 4))).flatten(1)
+
+
+def column(shape: tuple[int, ...], dim: int) -> nn.Linear:
+    """A layer whose bias is a column of another tensor."""
+    layer = nn.Linear(8, 1).double()
+    layer.bias = nn.Parameter(torch.randn(shape, dtype=torch.float64).select(dim, 0))
+    return layer
+
+
+@pytest.mark.parametrize("family", FAMILIES[:3], ids=lambda family: family.__name__)
+@pytest.mark.parametrize("name", ["groups", "column", "frozen weight"])
+def test_weights_of_other_shapes_stay_row_by_row(name, family, gpu_ways, monkeypatch):
+    entry = layers.Layer(
+        lambda n, module, trainable: [
+            units.Unit(n, "matrix", 3, 4, (units.Slot(f"{n}.weight", 0, 4),), "Grouped", groups=2)
+        ],
+        lambda unit, module, inputs, gradient, batch: passes.MatrixPass(
+            inputs.unflatten(-1, (2, 1, 4)).movedim(1, 0),
+            gradient.unflatten(-1, (2, 1, 3)).movedim(1, 0),
+            constant=False,
+            grouped=True,
+        ),
+    )
+    monkeypatch.setitem(layers.REGISTRY, Grouped, entry)
+    found = []
+    for on in (False, True):
+        torch.manual_seed(0)
+        first = {"groups": Grouped, "column": lambda: column((1, 7), 1), "frozen weight": lambda: nn.Linear(8, 3)}[
+            name
+        ]()
+        if name == "frozen weight":
+            first.weight.requires_grad_(False)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(32, 8), first, nn.LazyLinear(3)).double()
+        model(torch.zeros(1, 2, 4, 4, dtype=torch.float64))
+        model[1].weight = nn.Parameter(model[1].weight.detach().T.contiguous().T)
+        optimizer = gpu_ways(family, on=on, model=model)
+        train(optimizer, gpu_ways.current)
+        found.append(optimizer)
+    same(*found)
+
+
+def test_memory_that_parameters_have_left_is_not_kept(gpu_ways):
+    optimizer = gpu_ways(ng.NoisyAdam, on=True)
+    left = [StorageWeakRef(parameter.untyped_storage()) for parameter in optimizer.model.parameters()]
+    for parameter in optimizer.model.parameters():
+        parameter.data = parameter.data.clone()
+    train(optimizer, gpu_ways.current, steps=1)
+    gc.collect()
+    assert all(reference.expired() for reference in left)

@@ -88,6 +88,22 @@ def test_a_stack_factorised_in_parts_is_the_same(settings, noise, monkeypatch):
     torch.testing.assert_close(parted.mean.flat, whole.mean.flat, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize(("sizes", "replicas"), [((4, 32, 4), ()), ((8, 8, 8, 8), (5,))], ids=["tall", "replicas"])
+def test_parts_of_a_stack_are_not_larger_than_they_should_be(sizes, replicas, monkeypatch):
+    monkeypatch.setattr(stacks, "DEVICES", {"cpu"})
+    monkeypatch.setattr(stacks, "TOGETHER", 2 * 32 * 32)
+    if replicas:
+        model = ng.networks.ReplicatedMLP(replicas, sizes[0], sizes[1:-1], sizes[-1])
+    else:
+        model = nn.Sequential(*[nn.Linear(a, b) for a, b in [sizes[:2], sizes[1:]] * 4])
+    optimizer = ng.NoisyKFAC(model, ng.Gaussian(), num_data=10, damping=0.1)
+    parts = [part for stack in optimizer.factors._stacks.stacks for part in stack.split()]
+    assert len(parts) > len(optimizer.factors._stacks.stacks)
+    for part in parts:
+        largest = max(tensor.numel() for tensor in part.factors.stepper.tensors().values())
+        assert largest <= stacks.TOGETHER
+
+
 @pytest.mark.parametrize("settings", CASES, ids=str)
 def test_stacked_draws_have_the_covariance_of_single_ones(settings, monkeypatch):
     found: list[Tensor] = []

@@ -118,7 +118,7 @@ class PatchedPass(MatrixPass):
         return self._sum_of_parts(MatrixPass._squared_products, self._patch_size * rows)
 
     def _sum_of_parts(self, what: Callable[[MatrixPass], Tensor], numbers: int) -> Tensor:
-        """Of the batch, each as large as memory should be used, where an example takes so many numbers."""
+        """The sum over parts of the batch, of as many examples as memory allows, where one takes so many numbers."""
         size = at_once(self._images.device, numbers)
         pairs = zip(self._images.split(size), self.gradients.split(size), strict=True)
         # The patches of a part are gone before the next are made.

@@ -11,6 +11,7 @@ apart from the user's own backward pass. So nothing that scales the user's loss 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -54,6 +55,13 @@ def fisher_passes(
         output, target = output.narrow(lead, 0, batch.kept), target.narrow(lead, 0, batch.kept)
     summed = bool(others) or any(unbatched(record.module, record.inputs, batch.size) for record in records)
     signs = random_signs(output, lead, generators) if summed else None
+    known = [False] * len(records) if summarise is None else heard(records)
+    layers = Layers(
+        [record for record, is_heard in zip(records, known, strict=True) if is_heard],
+        [record for record, is_heard in zip(records, known, strict=True) if not is_heard],
+        {record.unit.name: record.unit for record in records},
+        summarise or (lambda unit, one: one),
+    )
     if kind == "exact":
         columns = likelihood.output_fisher_factor(output.detach())
         scale = len(columns) ** 0.5
@@ -61,13 +69,13 @@ def fisher_passes(
             weights = column * scale
             if signs is not None:
                 weights = weights * signs.reshape(*signs.shape, *[1] * (weights.dim() - signs.dim()))
-            yield _differentiate((output * weights.to(output.dtype)).sum(), records, others, batch, dtype, summarise)
+            yield _differentiate((output * weights.to(output.dtype)).sum(), layers, others, batch, dtype)
         return
     if kind == "sampled":
         target = likelihood.sample(output.detach(), generators)
     losses = likelihood.log_prob(output, target)
     total = (losses if signs is None else losses * signs).sum()
-    yield _differentiate(total, records, others, batch, dtype, summarise)
+    yield _differentiate(total, layers, others, batch, dtype)
 
 
 def random_signs(output: Tensor, lead: int, generators: Sequence[torch.Generator]) -> Tensor:
@@ -95,41 +103,39 @@ def passes_after_backward(
     return passes
 
 
+@dataclass(frozen=True)
+class Layers:
+    """The calls of layers that a backward pass tells of, those that it is asked for, and what is kept of each."""
+
+    heard: Sequence[Record]
+    asked: Sequence[Record]
+    units: dict[str, Unit]
+    """In the order of the forward pass."""
+    summarise: Summarise
+
+
 def _differentiate(
-    total: Tensor,
-    records: Sequence[Record],
-    others: Parameters,
-    batch: Batch,
-    dtype: torch.dtype,
-    summarise: Summarise | None,
+    total: Tensor, layers: Layers, others: Parameters, batch: Batch, dtype: torch.dtype
 ) -> dict[str, Pass]:
-    known = [False] * len(records) if summarise is None else heard(records)
-    asked = [record for record, is_heard in zip(records, known, strict=True) if not is_heard]
-    places = [*(record.edge for record in asked), *(get_gradient_edge(parameter) for _, parameter in others)]
+    places = [*(record.edge for record in layers.asked), *(get_gradient_edge(parameter) for _, parameter in others)]
     if not places:
         return {}
     found: dict[str, Pass] = {}
-    listened = [record for record, is_heard in zip(records, known, strict=True) if is_heard]
 
     @torch.no_grad()
-    def take(index: int, gradient: Tensor) -> None:
+    def take(records: Sequence[Record], gradients: Sequence[Tensor]) -> None:
         with torch.autocast(total.device.type, enabled=False):
-            (one,) = _layer_passes([listened[index]], [gradient], batch, dtype).values()
-            found[listened[index].unit.name] = one if summarise is None else summarise(listened[index].unit, one)
+            for name, one in _layer_passes(records, gradients, batch, dtype).items():
+                found[name] = layers.summarise(layers.units[name], one)
 
-    with listening(listened, take):
+    with listening(layers.heard, lambda record, gradient: take([record], [gradient])):
         gradients = torch.autograd.grad(total, places, retain_graph=True, allow_unused=True)
-    used = [(record, g) for record, g in zip(asked, gradients, strict=False) if g is not None]
-    units = {record.unit.name: record.unit for record in records}
-    with torch.no_grad(), torch.autocast(total.device.type, enabled=False):
-        found |= {
-            name: one if summarise is None else summarise(units[name], one)
-            for name, one in _layer_passes([record for record, _ in used], [g for _, g in used], batch, dtype).items()
-        }
-        passes = {name: found[name] for name in units if name in found}  # in the order of the forward pass
-        for (unit, _), gradient in zip(others, gradients[len(asked) :], strict=True):
-            if gradient is not None:
-                passes[unit.name] = _summed(unit, gradient, batch, dtype)
+    used = [(record, g) for record, g in zip(layers.asked, gradients, strict=False) if g is not None]
+    take([record for record, _ in used], [g for _, g in used])
+    passes = {name: found[name] for name in layers.units if name in found}
+    for (unit, _), gradient in zip(others, gradients[len(layers.asked) :], strict=True):
+        if gradient is not None:
+            passes[unit.name] = _summed(unit, gradient, batch, dtype)
     return passes
 
 

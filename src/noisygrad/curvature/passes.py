@@ -2,7 +2,7 @@
 
 Every layer reaches the core in one layout, `[..., batch, shared, features]`: `shared` are the positions of a
 convolution or a sequence, or the several calls of one layer in a forward pass; `...` are replicas, then groups. A pass
-answers two questions in the order of its unit's weights: the per-example gradients (`rows`) and the sums of their
+answers two questions, row by row of its unit's weights: the per-example gradients (`rows`) and the sums of their
 squares (`square_sums`). The gradients are those of the *summed* loss, so that no batch size hides in them.
 """
 

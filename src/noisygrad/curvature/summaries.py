@@ -1,9 +1,12 @@
 """Statistics of each layer as soon as its output gradient is there, on a GPU: that gradient need not be kept.
 
 All output gradients of a deep network together are as large as its activations. So a hook on the place of the graph
-where a layer's output was made takes what the layer's block wants to know of it, and only that is kept. The backward
-pass is asked for the gradients of the few layers alone that no other layer comes before, and of those that need all
-their calls together.
+where a layer's output was made takes what the layer's block wants to know of it, and only that is kept: by the diagonal
+family and by Kronecker blocks; others need all layers together. The backward pass is asked for the gradients of the few
+layers alone that no other layer comes before, and of those that need all their calls together.
+
+A hook that a user has put on such a place (`grad_fn.register_prehook`) comes first, so what it changes is changed in
+the statistics too. Hooks on tensors and modules make no difference.
 """
 
 from __future__ import annotations
@@ -124,18 +127,18 @@ def _explore(start: Node, targets: set[Node], reaching: dict[Node, bool]) -> Non
 
 
 @contextmanager
-def listening(records: Sequence[Record], take: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Inside, a backward pass hands the output gradient of each record to `take`, with the record's number."""
+def listening(records: Sequence[Record], take: Callable[[Record, Tensor], None]) -> Iterator[None]:
+    """Inside, a backward pass hands each record to `take`, with its output gradient."""
 
-    def hook(index: int, output: int) -> Callable[[tuple[Tensor | None, ...]], None]:
+    def hook(record: Record) -> Callable[[tuple[Tensor | None, ...]], None]:
         def hear(gradients: tuple[Tensor | None, ...]) -> None:
-            gradient = gradients[output]
+            gradient = gradients[record.edge.output_nr]
             if gradient is not None:
-                take(index, gradient)
+                take(record, gradient)
 
         return hear
 
-    handles = [r.edge.node.register_prehook(hook(index, r.edge.output_nr)) for index, r in enumerate(records)]
+    handles = [record.edge.node.register_prehook(hook(record)) for record in records]
     try:
         yield
     finally:

@@ -31,11 +31,14 @@ def thin(value: float, shape: Sequence[int], *, dtype: torch.dtype, device: torc
     return torch.full((*shape[:-1], 1), value, dtype=dtype, device=device).expand(*shape)
 
 
+def is_thin(tensor: Tensor) -> bool:
+    """Whether each row is known to be of one number throughout."""
+    return tensor.stride(-1) == 0
+
+
 def thin_map(function: TensorMap, tensor: Tensor) -> Tensor:
     """`function` of each number; a thin tensor stays thin."""
-    if tensor.shape[-1] > 1 and tensor.stride(-1) == 0:
-        return function(tensor[..., :1]).expand(tensor.shape)
-    return function(tensor)
+    return function(tensor[..., :1]).expand(tensor.shape) if is_thin(tensor) else function(tensor)
 
 
 class TensorMap(Protocol):

@@ -36,7 +36,7 @@ from noisygrad.posterior.blocks import Family
 from noisygrad.posterior.coverage import Coverage
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
-from noisygrad.posterior.structure import build_structure
+from noisygrad.posterior.structure import build_structure, copied
 from noisygrad.posterior.weights import FlatWeights
 from noisygrad.priors import FittedPrior, PriorVariance
 
@@ -129,7 +129,6 @@ class NoisyOptimizer(torch.optim.Optimizer):
             damping_mode=damping_mode,
         )
         prior_variance = check_arguments(model, likelihood, prior_variance, prior, damping_mode, self.family)
-        num_data, kl_weight = self.options.num_data, self.options.kl_weight
         defaults = {"lr": lr, "momentum": momentum, "damping": damping, "noise": noise}
         patterns = GroupPatterns(groups, defaults)
         self.ranks = Ranks(model)
@@ -161,10 +160,10 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self._gradient = self._zeros()
         self.mean_step = MeanStep(momentum_mode, self.mean.flat, len(used))
         self._pending = Pending()
-        self._scale = (kl_weight / num_data) ** 0.5
-        self.priors = BlockPriors.build(self._usual, prior_variance, prior, self.dtype, self.device)
-        own = self.priors.as_in(self.structure)
-        self.centre, gamma = own.centre, own.scaled(kl_weight / num_data)
+        self._scale = (self.options.kl_weight / self.options.num_data) ** 0.5
+        usual = BlockPriors.build(self._usual, prior_variance, prior, self.dtype, self.device)
+        self.priors = usual.to_memory(self.structure)
+        gamma = self.priors.scaled(self.options.kl_weight / self.options.num_data)
         self.factors = Factors(self.structure, gamma, self.options, self.ranks, self.dtype, self.device)
         self.factors.refresh(dampings(self))
         self._noise, self._sample = self._place_for_draws()
@@ -290,9 +289,9 @@ class NoisyOptimizer(torch.optim.Optimizer):
             self.model,
             self.likelihood,
             self._usual,
-            self.structure.from_memory(self.mean.flat),
+            copied(self.mean.flat, self.structure),
             self.factors.snapshot(),
-            self.priors,
+            self.priors.from_memory(self.structure),
             num_data=self.options.num_data,
             kl_weight=self.options.kl_weight,
             damping_mode=self.options.damping_mode,
@@ -359,7 +358,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
                 if self.factors.noisy and (restore or failed):
                     self.mean.write_parameters_()
             draw.check_differentiated()
-        self._pending.add_draw(self._sample.flat if self.factors.noisy else self.mean.flat)
+        self._pending.add_draw(self.mean.flat if self._sample is None else self._sample.flat)
         self._pending.expected_statistics |= due
 
     def _draw_weights(self) -> None:
@@ -372,6 +371,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
 
     def _perturb(self) -> None:
         self._read_mean()
+        assert self._sample is not None
         self.factors.perturb(self.mean.flat, self._noise, self._scale, out=self._sample.flat)
         self._sample.write_parameters_()
 
@@ -388,10 +388,10 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self.mean.read_parameters_()
         self.mean.flat.copy_(torch.where(self.mean.flat == shown, kept, self.mean.flat))
 
-    def _place_for_draws(self) -> tuple[Tensor, FlatWeights]:
+    def _place_for_draws(self) -> tuple[Tensor, FlatWeights | None]:
         """Noise and the weights drawn with it, in one place where they can be: each is done with before the other."""
         if not self.factors.noisy:
-            return self.mean.flat[..., :0], self.mean
+            return self.mean.flat[..., :0], None
         noise = self.mean.flat.new_zeros(*self.structure.replicas, self.factors.noise_size)
         shared = noise[..., : self.structure.size]
         return noise, FlatWeights(self.structure, shared) if shared.is_contiguous() else self._zeros()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from noisygrad.distributed import Ranks
 from noisygrad.families import diagonal
-from noisygrad.families.base import Prior, Statistics
+from noisygrad.families.base import Prior, Statistics, is_thin
 from noisygrad.families.factorisation import FactorisationError, capturing, deferred
 from noisygrad.families.rounding import full_precision
 from noisygrad.optim import stacks
@@ -22,7 +22,7 @@ from noisygrad.optim.options import Options
 from noisygrad.optim.stacks import BlockFactors, Stack, Stacks, can_stack
 from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.faults import naming_layers
-from noisygrad.posterior.structure import Structure
+from noisygrad.posterior.structure import Structure, copied
 
 
 class Factors:
@@ -58,8 +58,8 @@ class Factors:
     def _diagonal_prior(self) -> Tensor | float | None:
         """All of Γ as one flat vector, or as one number, where no block's prior is more than a diagonal."""
         only = self.priors[self.blocks[0].name] if len(self.blocks) == 1 else None
-        if isinstance(only, diagonal.Prior) and only.precision.stride(-1) == 0 and only.precision[..., 0].numel() == 1:
-            return only.precision.flatten()[0].item()
+        if isinstance(only, diagonal.Prior) and is_thin(only.precision) and not self.blocks[0].batch:
+            return only.precision[0].item()
         total = None
         for block in self.blocks:
             prior = self.priors[block.name]
@@ -187,7 +187,7 @@ class Factors:
         return factors is not None and factors.shared == (block.noise and dampings[block.group] == 0.0)
 
     def _factorise_stacks(self, dampings: Mapping[int, float]) -> Iterator[tuple[Stack, BlockFactors]]:
-        """Blocks of equal shape together, looked at once; what goes wrong is left to single blocks."""
+        """Blocks of equal shape together, some at a time; what goes wrong is left to single blocks."""
         whole = [] if self._stacks is None or self._ranks.active else self._stacks.stacks
         for stack in (part for each in whole for part in each.split()):
             first = stack.blocks[0]
@@ -263,9 +263,9 @@ class Factors:
     def snapshot(self) -> dict[str, Statistics]:
         """A copy of the statistics, with every parameter row by row."""
         return {
-            block.name: self.statistics[block.name].clone().map(block.from_memory)
-            if block.family == "diagonal"
-            else self.statistics[block.name].clone()
+            block.name: self.statistics[block.name].map(
+                lambda tensor, block=block: copied(tensor, block if block.family == "diagonal" else None)
+            )
             for block in self.blocks
         }
 

@@ -9,6 +9,7 @@ by one gather each.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -84,7 +85,8 @@ class Stack:
 
     def split(self) -> list[Stack]:
         """Itself in parts that are small enough to be factorised together, as views."""
-        size = max(1, TOGETHER // (self.width * max(self.width, self.height)))
+        numbers = math.prod(self.blocks[0].batch) * max(self.width, self.height) ** 2
+        size = max(1, TOGETHER // numbers)
         lead, count = len(self.blocks[0].batch), len(self.blocks)
         return [self] if size >= count else [self._part(lead, k, min(k + size, count)) for k in range(0, count, size)]
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from noisygrad.optim.generators import part_generators_
+from noisygrad.posterior.blocks import Block
+from noisygrad.posterior.structure import Structure, copied
 
 if TYPE_CHECKING:
     from noisygrad.optim.base import NoisyOptimizer
-    from noisygrad.posterior.structure import Structure
-from noisygrad.posterior.blocks import Block
 
 FORMAT = 3
 """1 kept roots where now there are inverses; 2 kept both of a diagonal for draws and for steps."""
@@ -32,10 +32,7 @@ def save_state(optimizer: NoisyOptimizer) -> dict[str, Any]:
         "steps": optimizer._steps,
         "settings": _settings(optimizer),
         "rank": optimizer.ranks.rank,
-        "tensors": {
-            name: (tensor if owner is None else owner.from_memory(tensor)).detach().clone()
-            for name, (tensor, owner) in _tensors(optimizer).items()
-        },
+        "tensors": {name: copied(tensor, owner) for name, (tensor, owner) in _tensors(optimizer).items()},
         "generators": {str(i): generator.get_state() for i, generator in enumerate(optimizer.generators)},
         "likelihood": {name: tensor.detach().clone() for name, tensor in optimizer.likelihood.state_dict().items()},
         "param_groups": [
@@ -95,7 +92,8 @@ def load_state(optimizer: NoisyOptimizer, state: Mapping[str, Any]) -> None:
             f"the state belongs to another model, other groups or another damping: {', '.join(sorted(wrong)[:4])} "
             f"{'differs' if len(wrong) == 1 else 'differ'} in shape or presence"
         )
-    if any(not torch.equal(tensor.cpu(), theirs[name].cpu()) for name, (tensor, _) in own.items() if _is_prior(name)):
+    priors = {name: copied(tensor, owner) for name, (tensor, owner) in own.items() if _is_prior(name)}
+    if any(not torch.equal(tensor.cpu(), theirs[name].cpu()) for name, tensor in priors.items()):
         raise ValueError("the state belongs to another prior: construct the optimiser with the prior it was saved with")
     if len(state["generators"]) != len(optimizer.generators):
         raise ValueError("the state has another number of replicas")
@@ -134,7 +132,7 @@ def _tensors(optimizer: NoisyOptimizer) -> dict[str, tuple[Tensor, Structure | B
         "momentum": (optimizer.mean_step.momentum, structure),
         "momentum_weight": (optimizer.mean_step.weight, None),
         "updates": (factors.updates, None),
-        "prior_mean": (optimizer.priors.mean, None),
+        "prior_mean": (optimizer.priors.mean, structure),
     }
     for block in factors.blocks:
         parts = {
@@ -143,7 +141,7 @@ def _tensors(optimizer: NoisyOptimizer) -> dict[str, tuple[Tensor, Structure | B
             "factors": factors.tensors(block),
         }
         for part, tensors in parts.items():
-            owner = block if block.family == "diagonal" and part != "prior" else None
+            owner = block if block.family == "diagonal" else None
             found |= {f"{block.name}/{part}/{name}": (tensor, owner) for name, tensor in tensors.items()}
     return found
 

@@ -50,20 +50,19 @@ def take_statistics(optimizer: NoisyOptimizer, capture: Capture, output: Tensor,
 def _take(optimizer: NoisyOptimizer, records: list[Record], output: Tensor, target: Tensor, keep: int) -> None:
     block_of = optimizer.structure.block_of
     scarce = optimizer.device.type in summaries.DEVICES
-    passes = list(
-        fisher_passes(
-            optimizer.options.fisher,
-            optimizer.likelihood,
-            output,
-            target,
-            records=records,
-            others=optimizer._others,
-            generators=optimizer.generators,
-            dtype=optimizer.dtype,
-            keep=keep,
-            summarise=(lambda unit, one: block_of[unit.name].summarise(one)) if scarce else None,
-        )
+    passes = fisher_passes(
+        optimizer.options.fisher,
+        optimizer.likelihood,
+        output,
+        target,
+        records=records,
+        others=optimizer._others,
+        generators=optimizer.generators,
+        dtype=optimizer.dtype,
+        keep=keep,
+        summarise=(lambda unit, one: block_of[unit.name].summarise(one)) if scarce else None,
     )
     blocks, current = optimizer.structure.blocks, optimizer.factors.statistics
     for one in passes:
-        optimizer._pending.add_statistics(blocks, one, keep / len(passes), current)
+        optimizer._pending.add_statistics(blocks, one, keep, current)  # only relative weights count
+        del one  # before the next is made

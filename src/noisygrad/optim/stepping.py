@@ -104,7 +104,7 @@ def _scale_gradient(optimizer: NoisyOptimizer) -> None:
 def _watched(optimizer: NoisyOptimizer, loss: Tensor | None) -> Tensor | None:
     """Add Γ (w − m₀), at the sampled weights, to the gradient, and see whether the step may go on."""
     pending, gradient = optimizer._pending, optimizer._gradient.flat
-    optimizer.factors.add_prior_gradient_(gradient, pending.mean_weights(), optimizer.centre)
+    optimizer.factors.add_prior_gradient_(gradient, pending.mean_weights(), optimizer.priors.centre)
     found_inf = getattr(optimizer, "found_inf", None)
     doubtful = {} if pending.sound else pending.statistics
     return optimizer.guard.watch(gradient, loss, doubtful, pending.trails, found_inf)

@@ -17,7 +17,7 @@ from noisygrad.curvature.passes import MatrixPass, Pass
 from noisygrad.curvature.summaries import MomentSummary, SquareSummary
 from noisygrad.curvature.units import Unit
 from noisygrad.families import dense, diagonal, kronecker, tridiagonal
-from noisygrad.families.base import Prior, Statistics, thin
+from noisygrad.families.base import Prior, Statistics, is_thin, thin
 
 Family = Literal["diagonal", "kronecker", "tridiagonal", "full"]
 LARGE = 100_000
@@ -85,7 +85,7 @@ class Block:
             part.copy_(values)
 
     def to_memory(self, part: Tensor) -> Tensor:
-        """A vector of the block, of which every parameter is row by row, in the order in which the block's lie."""
+        """A vector of the block, of which every parameter is row by row, as the block's lie; itself, if they do so."""
         return self._each(Unit.to_memory, part)
 
     def from_memory(self, part: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class Block:
         return self._each(Unit.from_memory, part)
 
     def _each(self, move: Callable[[Unit, Tensor], Tensor], part: Tensor) -> Tensor:
-        if not any(unit.lies_apart for unit in self.units) or part.stride(-1) == 0:
+        if is_thin(part) or not any(unit.lies_apart for unit in self.units):
             return part
         segments = part.split([unit.size for unit in self.units], dim=-1)
         moved = [move(unit, segment) for unit, segment in zip(self.units, segments, strict=True)]

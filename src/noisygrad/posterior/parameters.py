@@ -1,7 +1,7 @@
 """The parameters of a model as tensors to copy from and to, and on a GPU as one piece of memory.
 
 A GPU copies a list of tensors to another in one launch only where the two agree in their strides, else in one launch
-for each tensor. Parameters that are channels-last, or have replicas, do not agree with the flat vector's views.
+for each tensor. Parameters with replicas, for example, do not agree with the flat vector's views.
 """
 
 from __future__ import annotations

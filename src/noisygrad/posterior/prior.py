@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from noisygrad.families.base import Prior, thin
+from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.structure import Structure
 from noisygrad.posterior.weights import FlatWeights
 from noisygrad.priors import FittedPrior, PriorVariance, check_patterns, prior_precision
@@ -62,15 +64,22 @@ class BlockPriors:
         """The mean, or None where it is 0 throughout: a subtraction less in every step."""
         return self.mean if bool(self.mean.any()) else None
 
-    def as_in(self, structure: Structure) -> BlockPriors:
-        """The same for a structure in memory order."""
-        blocks = {
-            block.name: self.blocks[block.name].map(block.to_memory)
-            if block.family == "diagonal"
-            else self.blocks[block.name]
-            for block in structure.blocks
-        }
-        return BlockPriors(self.mean if self.centre is None else structure.to_memory(self.mean), blocks)
+    def to_memory(self, structure: Structure) -> BlockPriors:
+        """The same in the order of a structure's memory."""
+        return self._moved(structure, Block.to_memory, structure.to_memory)
+
+    def from_memory(self, structure: Structure) -> BlockPriors:
+        """The inverse of `to_memory`."""
+        return self._moved(structure, Block.from_memory, structure.from_memory)
+
+    def _moved(
+        self, structure: Structure, move: Callable[[Block, Tensor], Tensor], move_all: Callable[[Tensor], Tensor]
+    ) -> BlockPriors:
+        blocks = dict(self.blocks)
+        for block in structure.blocks:
+            if block.family == "diagonal":
+                blocks[block.name] = blocks[block.name].map(lambda tensor, block=block: move(block, tensor))
+        return BlockPriors(move_all(self.mean), blocks)
 
     def scaled(self, factor: float) -> dict[str, Prior]:
         """Γ of each block: the precision in units of the Fisher, for `factor` = λ/N."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from noisygrad.curvature.layers import find_units
 from noisygrad.curvature.units import Slot, Unit
-from noisygrad.families.base import Statistics
+from noisygrad.families.base import Statistics, is_thin
 from noisygrad.posterior import parameters
 from noisygrad.posterior.blocks import Block, Family
 from noisygrad.posterior.coverage import Coverage, coverage_of
@@ -72,7 +72,7 @@ class Structure:
         first = next(iter(self.parameters.values()))
         if first.device.type not in parameters.DEVICES or self.family == "full" or self.replicas:
             return self
-        new = {unit.name: _lying(unit, self.parameters) for unit in self.units}
+        new = {unit.name: _as_it_lies(unit, self.parameters) for unit in self.units}
         if not any(unit.lies_apart for unit in new.values()):
             return self
         return Structure(
@@ -86,12 +86,17 @@ class Structure:
         )
 
     def to_memory(self, flat: Tensor) -> Tensor:
-        """A flat vector of which every parameter is row by row, in the order of this structure's."""
-        return torch.cat([block.to_memory(block.segment(flat)) for block in self.blocks], dim=-1)
+        """A flat vector of which every parameter is row by row, in the order of this structure's; itself, if it is."""
+        return self._each(Block.to_memory, flat)
 
     def from_memory(self, flat: Tensor) -> Tensor:
         """The inverse of `to_memory`."""
-        return torch.cat([block.from_memory(block.segment(flat)) for block in self.blocks], dim=-1)
+        return self._each(Block.from_memory, flat)
+
+    def _each(self, move: Callable[[Block, Tensor], Tensor], flat: Tensor) -> Tensor:
+        if is_thin(flat) or not any(unit.lies_apart for unit in self.units):
+            return flat
+        return torch.cat([move(block, block.segment(flat)) for block in self.blocks], dim=-1)
 
     def parameter_views(self, slots: Sequence[Slot]) -> ParameterViews:
         """The parts of the parameters that `slots` hold; one object for all flat vectors of this structure."""
@@ -163,17 +168,18 @@ def build_structure(
     )
 
 
-def _lying(unit: Unit, parameters: Mapping[str, nn.Parameter]) -> Unit:
-    """The unit with its parameters as they lie, where they fill their memory and do not lie row by row."""
+def _as_it_lies(unit: Unit, own: Mapping[str, nn.Parameter]) -> Unit:
+    """The unit with its parameters as they lie: those with a row for each of its rows that fill their memory."""
     if unit.kind != "matrix" or any(slot.rows is not None for slot in unit.slots):
         return unit
     slots = []
     for slot in unit.slots:
-        parameter = parameters[slot.parameter]
-        strides, meta = parameter.stride(), torch.device("meta")
+        parameter, meta = own[slot.parameter], torch.device("meta")
+        shape, strides = tuple(parameter.shape), tuple(parameter.stride())
         dense = torch.empty_like(parameter, device=meta).stride() == strides
-        usual = torch.empty(parameter.shape, device=meta).stride() == strides
-        lying = (tuple(parameter.shape), tuple(strides)) if dense and not usual else None
+        usual = torch.empty(shape, device=meta).stride() == strides
+        fits = len(shape) > 1 and shape[0] == unit.rows
+        lying = (shape, strides) if fits and dense and not usual else None
         slots.append(dataclasses.replace(slot, lying=lying))
     return dataclasses.replace(unit, slots=tuple(slots))
 
@@ -231,6 +237,12 @@ def _chains(units: Sequence[Unit], all_units: Sequence[Unit]) -> list[list[Unit]
         elif unit.kind in {"matrix", "embedding"}:
             chains.append([])
     return [chain for chain in chains if len(chain) > 1]
+
+
+def copied(tensor: Tensor, owner: Structure | Block | None) -> Tensor:
+    """A copy with every parameter row by row, of a tensor whose numbers lie as its owner says, if it has one."""
+    moved = tensor if owner is None else owner.from_memory(tensor)
+    return moved.detach().clone() if moved is tensor else moved.detach()
 
 
 def parameter_order(structure: Structure) -> Tensor:

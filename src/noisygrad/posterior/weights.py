@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
+from noisygrad.posterior.parameters import ParameterViews
 from noisygrad.posterior.structure import Structure
 
 
@@ -32,7 +34,11 @@ class FlatWeights:
                 self._slots.append(slot)
                 self._views.append(view)
             start += unit.size
-        self._parameters = structure.parameter_views(self._slots)
+
+    @cached_property
+    def _parameters(self) -> ParameterViews:
+        """Made where they are first needed: they keep the parameters' memory alive."""
+        return self._structure.parameter_views(self._slots)
 
     @classmethod
     def zeros(cls, structure: Structure, dtype: torch.dtype, device: torch.device) -> FlatWeights:
