@@ -180,10 +180,10 @@ class Grouped(nn.Module):
         return torch.einsum("goi,bgi->bgo", self.weight, x.unflatten(-1, (2, 4))).flatten(1)
 
 
-def column(shape: tuple[int, ...], dim: int) -> nn.Linear:
+def column() -> nn.Linear:
     """A layer whose bias is a column of another tensor."""
     layer = nn.Linear(8, 1).double()
-    layer.bias = nn.Parameter(torch.randn(shape, dtype=torch.float64).select(dim, 0))
+    layer.bias = nn.Parameter(torch.randn((1, 7), dtype=torch.float64)[:, 0])
     return layer
 
 
@@ -205,9 +205,7 @@ def test_weights_of_other_shapes_stay_row_by_row(name, family, gpu_ways, monkeyp
     found = []
     for on in (False, True):
         torch.manual_seed(0)
-        first = {"groups": Grouped, "column": lambda: column((1, 7), 1), "frozen weight": lambda: nn.Linear(8, 3)}[
-            name
-        ]()
+        first = {"groups": Grouped, "column": column, "frozen weight": lambda: nn.Linear(8, 3)}[name]()
         if name == "frozen weight":
             first.weight.requires_grad_(False)
         model = nn.Sequential(nn.Flatten(), nn.Linear(32, 8), first, nn.LazyLinear(3)).double()
@@ -227,3 +225,24 @@ def test_memory_that_parameters_have_left_is_not_kept(gpu_ways):
     train(optimizer, gpu_ways.current, steps=1)
     gc.collect()
     assert all(reference.expired() for reference in left)
+
+
+def vectors(numbers: int) -> set[int]:
+    """Where in memory there are so many float64 together."""
+    gc.collect()
+    tensors = [held for held in gc.get_objects() if type(held) is Tensor and held.device.type == "cpu"]
+    storages = [held.untyped_storage() for held in tensors]
+    return {storage.data_ptr() for storage in storages if storage.nbytes() == 8 * numbers}
+
+
+@pytest.mark.parametrize("on", [False, True])
+@pytest.mark.parametrize(("norm", "expected"), [(nn.Identity, 7), (lambda: nn.BatchNorm2d(4), 8)], ids=["none", "norm"])
+def test_so_many_numbers_are_kept_for_each_weight(norm, expected, on, gpu_ways):
+    """As docs/training.md says."""
+    parts = [nn.Conv2d(2, 4, 3), norm(), nn.Conv2d(4, 40, 2), nn.Flatten(), nn.Linear(40, 3)]
+    model = nn.Sequential(*parts).double().to(memory_format=torch.channels_last)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    before = vectors(size)
+    optimizer = gpu_ways(ng.NoisyAdam, on=on, model=model)
+    train(optimizer, gpu_ways.current)
+    assert len(vectors(size) - before) == expected
