@@ -21,10 +21,10 @@ ratios. Statistics are taken every 10 steps and factors made every 200, and both
 the ratio of NoisyAdam to IVON changes from run to run and from day to day: of the code that made the figures below,
 five runs of VGG16 gave 0.98 to 1.00 and four of the MLP 0.97 to 0.99; on another day two runs of both gave 1.01 and
 1.03, 0.98 and 0.99. The code has changed since, to keep less in a GPU's memory, and was not measured on one yet: on a
-CPU three runs on that other day gave 1.01, 1.01 and 1.03, and 0.99, 1.00 and 0.95. On the GPU all methods have images in channels-last order and TF32
-products; captured steps are CUDA graphs (all but K-FAC's refreshes), bf16 ones have a network in bfloat16. Peak memory
-is that of a process that does nothing else: what is resident beyond the start, or allocated on the GPU. Ours has steps
-with statistics and a refresh of the factors in it.
+CPU three runs on that other day gave 1.01, 1.01 and 1.03, and 0.99, 1.00 and 0.95. On the GPU all methods have images
+in channels-last order and TF32 products; captured steps are CUDA graphs (all but K-FAC's refreshes), bf16 ones have a
+network in bfloat16. Peak memory is that of a process that does nothing else: what is resident beyond the start, or
+allocated on the GPU. Ours has steps with statistics and a refresh of the factors in it.
 """
 NAMES = {"mlp": "MLP 13-50-1, batch 10", "vgg16": "the paper's VGG16, batch 128"}
 

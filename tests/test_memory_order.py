@@ -13,6 +13,8 @@ import noisygrad as ng
 from noisygrad.curvature import layers, passes, summaries, units
 from noisygrad.optim import base, stacks
 from noisygrad.posterior import parameters
+from noisygrad.posterior.prior import BlockPriors
+from noisygrad.posterior.structure import build_structure
 
 FAMILIES = (ng.NoisyAdam, ng.NoisyKFAC, ng.NoisyBlockTridiagonal, ng.NoisyFull)
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
@@ -227,22 +229,12 @@ def test_memory_that_parameters_have_left_is_not_kept(gpu_ways):
     assert all(reference.expired() for reference in left)
 
 
-def vectors(numbers: int) -> set[int]:
-    """Where in memory there are so many float64 together."""
-    gc.collect()
-    tensors = [held for held in gc.get_objects() if type(held) is Tensor and held.device.type == "cpu"]
-    storages = [held.untyped_storage() for held in tensors]
-    return {storage.data_ptr() for storage in storages if storage.nbytes() == 8 * numbers}
-
-
-@pytest.mark.parametrize("on", [False, True])
-@pytest.mark.parametrize(("norm", "expected"), [(nn.Identity, 7), (lambda: nn.BatchNorm2d(4), 8)], ids=["none", "norm"])
-def test_so_many_numbers_are_kept_for_each_weight(norm, expected, on, gpu_ways):
-    """As docs/training.md says."""
-    parts = [nn.Conv2d(2, 4, 3), norm(), nn.Conv2d(4, 40, 2), nn.Flatten(), nn.Linear(40, 3)]
-    model = nn.Sequential(*parts).double().to(memory_format=torch.channels_last)
-    size = sum(parameter.numel() for parameter in model.parameters())
-    before = vectors(size)
-    optimizer = gpu_ways(ng.NoisyAdam, on=on, model=model)
-    train(optimizer, gpu_ways.current)
-    assert len(vectors(size) - before) == expected
+def test_a_prior_is_kept_once():
+    """Also where it is not one number: a norm layer's scales are centred on 1."""
+    structure = build_structure(network(), "diagonal")
+    prior_variance = {"*.bias": 2.0, "*": 1.0}
+    priors = BlockPriors.build(structure, prior_variance, None, torch.float64, torch.device("cpu"))
+    moved = priors.to_memory(structure)
+    assert moved.mean is moved.centre is priors.mean
+    for name, prior in priors.blocks.items():
+        assert moved.blocks[name].tensors()["precision"] is prior.tensors()["precision"]
