@@ -88,7 +88,7 @@ def fit(
         at: Inputs whose predictions R̂ is of; the training inputs by default.
         seed: Of the first weights and all that is drawn.
         settings: How long and how many the chains are.
-        device: Where JAX runs the chains; what comes back is on the CPU.
+        device: Where JAX runs the chains and the draws lie; these are on the CPU where torch knows no such device.
         report: Told how far it is.
 
     Raises:
@@ -133,6 +133,7 @@ class HMC:
         self._precision = np.repeat(np.array(each), self._sizes)
         self._sampler = self._make_sampler()
         self._device = jax_device(device)
+        self._place = device if torch.device(device).type != "cuda" or torch.cuda.is_available() else "cpu"
 
     def _make_sampler(self) -> Any:
         need_extra()
@@ -206,7 +207,7 @@ class HMC:
 
             def posterior(index: int) -> HMCPosterior:
                 kept = weight[index] > 0
-                return self._posterior(draws[index], (x[index][kept], y[index][kept]), at[index])
+                return self._posterior(draws[index], (x[index][kept], y[index][kept])).with_rhat(at[index])
 
             found = [posterior(index) for index in range(count)]
             for number in range(chosen.extensions):
@@ -222,7 +223,8 @@ class HMC:
                 for index in late:
                     found[index] = posterior(index)
             rates = self._sampler.acceptance
-        return [replace(each, acceptance=rate) for each, rate in zip(found, rates, strict=True)]
+        triples = zip(found, rates, at, strict=True)
+        return [replace(each.with_diagnostics(inputs), acceptance=rate) for each, rate, inputs in triples]
 
     @torch.no_grad()
     def _check_outputs(self, x: Tensor, y: Tensor, weight: Tensor, at: Tensor) -> None:
@@ -246,12 +248,11 @@ class HMC:
         if found.shape != tuple(right.shape) or not np.allclose(found, right.numpy(), rtol=1e-6, atol=1e-9):
             raise ValueError(f"{type(self.model).__name__} is not supported: translated, it computes something else")
 
-    def _posterior(self, draws: np.ndarray[Any, Any], data: tuple[Tensor, Tensor], at: Tensor) -> HMCPosterior:
+    def _posterior(self, draws: np.ndarray[Any, Any], data: tuple[Tensor, Tensor]) -> HMCPosterior:
         """Of one data set, from the flat weights of its chains, `[C, samples, P]`."""
-        parts = torch.from_numpy(np.ascontiguousarray(draws)).split(self._sizes, dim=-1)
+        parts = torch.from_numpy(np.ascontiguousarray(draws)).to(self._place).split(self._sizes, dim=-1)
         weights = {name: part.unflatten(-1, s) for (name, s), part in zip(self._shapes.items(), parts, strict=True)}
-        posterior = HMCPosterior(self.model, self.likelihood, weights, data, self.settings.largest_rhat)
-        return posterior.with_diagnostics(at)
+        return HMCPosterior(self.model, self.likelihood, weights, data, self.settings.largest_rhat)
 
 
 def need_extra() -> None:

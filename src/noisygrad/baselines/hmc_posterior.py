@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
@@ -20,7 +21,7 @@ class HMCPosterior:
     """Draws of the weights from the posterior, with what the chains say about themselves.
 
     Attributes:
-        weights: By parameter, `[chains, samples, *shape]`, in float64.
+        weights: By parameter, `[chains, samples, *shape]`, in float64; predictions are made where they lie.
         rhat: The largest R̂ (split) of the predictions looked at and of their squared deviations from the mean.
         ess: The smallest effective sample size of those.
         acceptance: The mean probability of acceptance.
@@ -46,20 +47,32 @@ class HMCPosterior:
         chains, samples = next(iter(self.weights.values())).shape[:2]
         return chains * samples
 
-    def with_diagnostics(self, at: Tensor) -> HMCPosterior:
-        """The same with R̂ and the effective sample size of the network's outputs for these inputs.
+    def with_rhat(self, at: Tensor) -> HMCPosterior:
+        """The same with R̂ of the network's outputs for these inputs: cheap, to see whether chains are long enough.
 
         Of the outputs themselves, whose mean is the prediction, and of their squared deviations, whose mean is its
         variance.
         """
-        from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
+        from numpyro.diagnostics import split_gelman_rubin
 
+        with np.errstate(divide="ignore", invalid="ignore"):  # a constant output, such as a dead network's
+            return replace(self, rhat=float(np.nanmax(split_gelman_rubin(self._looked_at(at)))))
+
+    def with_diagnostics(self, at: Tensor) -> HMCPosterior:
+        """The same with R̂, as above, and with the effective sample size of the same numbers."""
+        from numpyro.diagnostics import effective_sample_size
+
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ess = float(np.nanmin(effective_sample_size(self._looked_at(at))))
+        return replace(self.with_rhat(at), ess=ess)
+
+    def _looked_at(self, at: Tensor) -> NDArray[np.float64]:
+        """`[chains, samples, ...]`."""
         chains = next(iter(self.weights.values())).shape[0]
         outputs = self.outputs(at).flatten(1)
-        looked_at = torch.cat([outputs, (outputs - outputs.mean(0)).square()], 1).unflatten(0, (chains, -1)).numpy()
-        with np.errstate(divide="ignore", invalid="ignore"):  # a constant output, such as a dead network's
-            rhat, ess = split_gelman_rubin(looked_at), effective_sample_size(looked_at)
-        return replace(self, rhat=float(np.nanmax(rhat)), ess=float(np.nanmin(ess)))
+        both = torch.cat([outputs, (outputs - outputs.mean(0)).square()], 1)
+        found: NDArray[np.float64] = both.unflatten(0, (chains, -1)).cpu().numpy()
+        return found
 
     @torch.no_grad()
     def outputs(self, x: Tensor, num_samples: int | None = None, *, batch_size: int | None = None) -> Tensor:
@@ -71,7 +84,7 @@ class HMCPosterior:
             output: Tensor = functional_call(model, weights, (part,))
             return output
 
-        asked = wide(x.cpu())
+        asked = wide(x.to(next(iter(chosen.values())).device))
         parts = asked.split(batch_size) if batch_size is not None else (asked,)
         with evaluating(model):
             pieces = [vmap(one, in_dims=(0, None), chunk_size=2000)(chosen, part) for part in parts]
@@ -94,7 +107,7 @@ class HMCPosterior:
         if not isinstance(likelihood, Gaussian):
             return likelihood.predictive(outputs)
         if likelihood.fixed_variance is not None:
-            return RegressionPrediction(outputs, torch.tensor(likelihood.fixed_variance, dtype=outputs.dtype).sqrt())
+            return RegressionPrediction(outputs, outputs.new_tensor(likelihood.fixed_variance).sqrt())
         shape, rate = self._noise(num_samples)
         scale = (rate / shape).sqrt().unsqueeze(1)
         return RegressionPrediction(outputs, scale, 2.0 * shape.expand_as(scale))
@@ -104,11 +117,12 @@ class HMCPosterior:
         assert isinstance(self.likelihood, Gaussian)
         assert self.likelihood.noise_prior is not None
         x, y = self.data
-        squared = (y.double() - self.outputs(x, num_samples)).square().sum(1)
+        outputs = self.outputs(x, num_samples)
+        squared = (y.to(outputs) - outputs).square().sum(1)
         a, b = self.likelihood.noise_prior
-        outputs = 1 if self.likelihood.per_output else squared.shape[-1]
+        each = 1 if self.likelihood.per_output else squared.shape[-1]
         total = squared if self.likelihood.per_output else squared.sum(-1, keepdim=True)
-        return torch.tensor(a + 0.5 * len(y) * outputs, dtype=torch.float64), b + 0.5 * total
+        return outputs.new_tensor(a + 0.5 * len(y) * each), b + 0.5 * total
 
     def _chosen(self, num_samples: int | None) -> dict[str, Tensor]:
         total = self.num_draws
