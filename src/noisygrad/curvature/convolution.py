@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from noisygrad.curvature import kernels
 from noisygrad.curvature.passes import CACHE, FEW_POSITIONS, MatrixPass, at_once, sum_of_squared_products
 from noisygrad.families.moments import gram
 
@@ -112,7 +113,11 @@ class PatchedPass(MatrixPass):
         return self._sum_of_parts(share, self._patch_size * self.gradients.shape[1])
 
     def _squared_products(self) -> Tensor:
-        """A sum over parts of the batch."""
+        """By a kernel of its own, or a sum over parts of the batch."""
+        if kernels.applies(self.gradients):
+            found = kernels.of_convolution(self._module, self.gradients, self._images)
+            if found is not None:
+                return found
         positions, outputs = self.gradients.shape[1:]
         rows = positions * (positions + 1) // 2 if positions <= FEW_POSITIONS else max(positions, outputs)
         return self._sum_of_parts(MatrixPass._squared_products, self._patch_size * rows)

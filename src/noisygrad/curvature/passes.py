@@ -18,6 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from noisygrad.curvature import kernels
 from noisygrad.families.factorisation import capturing
 from noisygrad.families.kronecker import second_moment
 
@@ -50,6 +51,8 @@ def sum_of_squared_products(outputs: Tensor, inputs: Tensor) -> Tensor:
     if positions == 1:
         # (g aᵀ)² = g² (a²)ᵀ: no per-example matrix is needed.
         return outputs.squeeze(-2).square().mT @ inputs.squeeze(-2).square()
+    if kernels.applies(outputs) and inputs.dim() == outputs.dim():
+        return kernels.of_sequences(outputs, inputs)
     if positions <= FEW_POSITIONS:
         return _by_pairs(outputs, inputs)
     if outputs.device.type == "cpu" and outputs.dim() == 3:

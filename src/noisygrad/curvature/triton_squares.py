@@ -1,0 +1,134 @@
+"""The kernel behind `kernels.squared_products`; to be imported only where Triton is installed."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from noisygrad.curvature.kernels import Window
+
+_SIZES = [
+    *("batch", "each", "positions", "outputs", "channels", "taps", "width", "image_height", "image_width"),
+    *("kernel_width", "step_down", "step_across", "gap_down", "gap_across", "above", "left"),
+]
+"""Sizes that are not compiled in: strides are, where they are 1 or a multiple of 16."""
+
+
+@triton.jit(do_not_specialize=_SIZES)  # type: ignore[untyped-decorator]
+def _kernel(  # type: ignore[no-untyped-def]
+    gradients,
+    images,
+    sums,
+    batch,
+    each,
+    positions,
+    outputs,
+    channels,
+    taps,
+    width,
+    image_height,
+    image_width,
+    kernel_width,
+    step_down,
+    step_across,
+    gap_down,
+    gap_across,
+    above,
+    left,
+    next_gradients,
+    next_position,
+    next_output,
+    next_image,
+    next_channel,
+    next_line,
+    next_pixel,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of the sum over the examples of one part of the batch."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    # Neighbouring columns are neighbouring channels of one tap: so lies an image whose channels come last.
+    tap, channel = column // channels, column % channels
+    row_there, column_there = row < outputs, tap < taps
+    down, across = tap // kernel_width * gap_down - above, tap % kernel_width * gap_across - left
+    part = tl.program_id(2).to(tl.int64)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for number in range(0, each):
+        example = part * each + number
+        g = gradients + example * next_gradients
+        a = images + example * next_image
+        product = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for start in range(0, positions, POSITIONS):
+            position = start + tl.arange(0, POSITIONS)
+            there = (position < positions) & (example < batch)
+            left_side = tl.load(
+                g + row[:, None] * next_output + position[None, :] * next_position,
+                mask=row_there[:, None] & there[None, :],
+                other=0.0,
+            )
+            line = (position // width * step_down)[:, None] + down[None, :]
+            pixel = (position % width * step_across)[:, None] + across[None, :]
+            inside = (line >= 0) & (line < image_height) & (pixel >= 0) & (pixel < image_width)
+            right_side = tl.load(
+                a + channel[None, :] * next_channel + line * next_line + pixel * next_pixel,
+                mask=inside & there[:, None] & column_there[None, :],
+                other=0.0,
+            )
+            product = tl.dot(left_side, right_side, product, input_precision=PRECISION)
+        total += product * product
+    place = part * outputs * channels * taps
+    place = place + row[:, None] * (channels * taps) + (channel * taps + tap)[None, :]
+    tl.store(sums + place, total, mask=row_there[:, None] & column_there[None, :])
+
+
+def launch(
+    gradients: Tensor,
+    images: Tensor,
+    sums: Tensor,
+    window: Window,
+    width: int,
+    each: int,
+    *,
+    blocks: tuple[int, int, int],
+    exact: bool,
+) -> None:
+    """Fill `sums`, `[parts, out, channels · taps]`, each from so many examples."""
+    (batch, positions, outputs), (_, channels, image_height, image_width) = gradients.shape, images.shape
+    rows, columns, at_once = blocks
+    taps = window.kernel[0] * window.kernel[1]
+    grid = (triton.cdiv(outputs, rows), triton.cdiv(channels * taps, columns), len(sums))
+    compiled: Any = _kernel
+    with torch.cuda.device(gradients.device) if gradients.is_cuda else nullcontext():
+        compiled[grid](
+            gradients,
+            images,
+            sums,
+            batch,
+            each,
+            positions,
+            outputs,
+            channels,
+            taps,
+            width,
+            image_height,
+            image_width,
+            window.kernel[1],
+            *window.stride,
+            *window.dilation,
+            *window.before,
+            *gradients.stride(),
+            *images.stride(),
+            ROWS=rows,
+            COLUMNS=columns,
+            POSITIONS=at_once,
+            PRECISION="ieee" if exact else "tf32",
+        )

@@ -1,0 +1,124 @@
+"""The kernel that squares per-example gradients, against the matrices themselves.
+
+On a GPU, or by Triton's interpreter: `pip install triton`, and `TRITON_INTERPRET=1` in the environment.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import noisygrad as ng
+from noisygrad.curvature import kernels
+from noisygrad.curvature.convolution import PatchedPass, patches
+from noisygrad.curvature.passes import sum_of_squared_products
+
+pytest.importorskip("triton", reason="Triton comes with torch for NVIDIA GPUs")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU, or TRITON_INTERPRET=1"
+)
+on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+
+CONVOLUTIONS = {
+    "colours": (nn.Conv2d(3, 5, 3, padding=1), (4, 3, 6, 7)),
+    "several tiles": (nn.Conv2d(9, 70, 3, padding=1), (4, 9, 5, 4)),
+    "stride, dilation": (nn.Conv2d(8, 5, (3, 2), stride=(2, 1), dilation=(1, 2), padding=(2, 1)), (4, 8, 9, 7)),
+    "even and same": (nn.Conv2d(8, 5, (4, 2), padding="same"), (3, 8, 5, 5)),
+    "circular": (nn.Conv2d(4, 5, 3, padding=1, padding_mode="circular"), (3, 4, 5, 5)),
+    "large steps": (nn.Conv2d(4, 5, 5, stride=3), (3, 4, 8, 11)),
+    "one axis": (nn.Conv1d(4, 70, 3, stride=2, padding=1), (3, 4, 9)),
+    "few positions": (nn.Conv2d(16, 33, 3, padding=1), (5, 16, 2, 2)),
+}
+
+
+def relative(found: Tensor, right: Tensor) -> float:
+    return float((found.double() - right).norm() / right.norm())
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("processors", [1, 100])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_squares_of_a_convolution_are_those_of_its_matrices(
+    name: str, processors: int, order: torch.memory_format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, shape = CONVOLUTIONS[name]
+    module = module.to(DEVICE)
+    monkeypatch.setattr(kernels, "_processors", lambda device: processors)
+    torch.manual_seed(0)
+    images = torch.randn(shape, device=DEVICE)
+    gradients = torch.randn_like(module(images).detach())
+    if images.dim() == 4:
+        images, gradients = images.to(memory_format=order), gradients.to(memory_format=order)
+    gradients = gradients.flatten(2).mT
+    right = (gradients.double().mT @ patches(module, images).double()).square().sum(0)
+    found = kernels.of_convolution(module, gradients, images)
+    assert found is not None
+    assert relative(found, right) < 1e-6
+
+
+@pytest.mark.parametrize(("batch", "positions", "outputs", "inputs"), [(5, 7, 33, 65), (1, 2, 1, 1), (3, 40, 70, 20)])
+def test_squares_of_a_sequence(batch: int, positions: int, outputs: int, inputs: int) -> None:
+    torch.manual_seed(0)
+    gradients, a = (torch.randn(batch, positions, size, device=DEVICE) for size in (outputs, inputs))
+    right = (gradients.double().mT @ a.double()).square().sum(0)
+    assert relative(kernels.of_sequences(gradients, a), right) < 1e-6
+    assert relative(sum_of_squared_products(gradients, a), right) < 1e-6
+
+
+def test_three_axes_are_left_to_others() -> None:
+    assert kernels.of_convolution(nn.Conv3d(2, 3, 2), torch.zeros(1, 8, 3), torch.zeros(1, 2, 3, 3, 3)) is None
+
+
+@on_a_gpu
+def test_it_is_as_exact_as_products_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, shape = CONVOLUTIONS["several tiles"]
+    module = module.to(DEVICE)
+    images = torch.randn(shape, device=DEVICE)
+    gradients = torch.randn_like(module(images).detach()).flatten(2).mT
+    right = (gradients.double().mT @ patches(module, images).double()).square().sum(0)
+
+    def error(rounded: bool) -> float:
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", rounded)
+        found = kernels.of_convolution(module, gradients, images)
+        assert found is not None
+        return relative(found, right)
+
+    assert error(False) < 1e-6 < error(True) < 1e-2
+
+
+@on_a_gpu
+def test_hardly_any_memory_is_used() -> None:
+    module = nn.Conv2d(64, 64, 3, padding=1).to(DEVICE)
+    images = torch.randn(128, 64, 16, 16, device=DEVICE)
+    one = PatchedPass(module, images, torch.randn_like(images), True)
+    one.square_sums()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = one.square_sums()
+    used = torch.cuda.max_memory_allocated() - before
+    assert len(found) == 2
+    assert used < 12e6  # the matrices of all examples are 19 MB, their patches 75
+
+
+@on_a_gpu
+def test_training_is_the_same_with_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = torch.randn(16, 3, 8, 8, device=DEVICE), torch.randint(4, (16,), device=DEVICE)
+
+    def fisher() -> Tensor:
+        torch.manual_seed(0)
+        body = [nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 5, 3, stride=2), nn.ReLU(), nn.Flatten()]
+        model = nn.Sequential(*body, nn.Linear(45, 4)).to(DEVICE)
+        optimizer = ng.NoisyAdam(model, ng.Categorical(), num_data=100, stats_every=1, factor_every=1, seed=1)
+        for _ in range(3):
+            optimizer.step(lambda: (model(x), y))
+        return next(iter(optimizer.factors.statistics.values())).tensors()["fisher"].clone()
+
+    own = fisher()
+    monkeypatch.setattr(kernels, "applies", lambda gradients: False)
+    assert relative(own, fisher().double()) < 1e-4
