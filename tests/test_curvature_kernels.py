@@ -75,7 +75,7 @@ def test_three_axes_are_left_to_others() -> None:
 
 
 @on_a_gpu
-def test_it_is_as_exact_as_products_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_as_exact_as_products_may_be() -> None:
     module, shape = CONVOLUTIONS["several tiles"]
     module = module.to(DEVICE)
     images = torch.randn(shape, device=DEVICE)
@@ -83,8 +83,12 @@ def test_it_is_as_exact_as_products_may_be(monkeypatch: pytest.MonkeyPatch) -> N
     right = (gradients.double().mT @ patches(module, images).double()).square().sum(0)
 
     def error(rounded: bool) -> float:
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", rounded)
-        found = kernels.of_convolution(module, gradients, images)
+        usual = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = rounded
+        try:
+            found = kernels.of_convolution(module, gradients, images)
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = usual
         assert found is not None
         return relative(found, right)
 
@@ -115,10 +119,9 @@ def test_training_is_the_same_with_and_without(monkeypatch: pytest.MonkeyPatch) 
         body = [nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 5, 3, stride=2), nn.ReLU(), nn.Flatten()]
         model = nn.Sequential(*body, nn.Linear(45, 4)).to(DEVICE)
         optimizer = ng.NoisyAdam(model, ng.Categorical(), num_data=100, stats_every=1, factor_every=1, seed=1)
-        for _ in range(3):
-            optimizer.step(lambda: (model(x), y))
+        optimizer.step(lambda: (model(x), y))  # later ones go apart by what they have rounded
         return next(iter(optimizer.factors.statistics.values())).tensors()["fisher"].clone()
 
     own = fisher()
     monkeypatch.setattr(kernels, "applies", lambda gradients: False)
-    assert relative(own, fisher().double()) < 1e-4
+    assert relative(own, fisher().double()) < 1e-6

@@ -15,6 +15,9 @@ from noisygrad.likelihoods import Gaussian, Likelihood
 from noisygrad.posterior.weights import evaluating
 from noisygrad.predictions import Prediction, RegressionPrediction
 
+_AT_ONCE = {"cpu": 100_000, "cuda": 10_000_000}
+"""Draws times inputs that go through the network together: what fits a cache, or what keeps a GPU busy."""
+
 
 @dataclass(frozen=True)
 class HMCPosterior:
@@ -86,8 +89,12 @@ class HMCPosterior:
 
         asked = wide(x.to(next(iter(chosen.values())).device))
         parts = asked.split(batch_size) if batch_size is not None else (asked,)
+        most = _AT_ONCE.get(asked.device.type, _AT_ONCE["cuda"])
         with evaluating(model):
-            pieces = [vmap(one, in_dims=(0, None), chunk_size=2000)(chosen, part) for part in parts]
+            pieces = [
+                vmap(one, in_dims=(0, None), chunk_size=max(1, most // max(1, len(part))))(chosen, part)
+                for part in parts
+            ]
         return torch.cat(pieces, dim=1)
 
     def predict(
