@@ -112,12 +112,11 @@ class PatchedPass(MatrixPass):
 
         return self._sum_of_parts(share, self._patch_size * self.gradients.shape[1])
 
+    def _by_kernel(self) -> Tensor | None:
+        return kernels.of_convolution(self._module, self.gradients, self._images, self.constant)
+
     def _squared_products(self) -> Tensor:
-        """By a kernel of its own, or a sum over parts of the batch."""
-        if kernels.applies(self.gradients):
-            found = kernels.of_convolution(self._module, self.gradients, self._images)
-            if found is not None:
-                return found
+        """A sum over parts of the batch."""
         positions, outputs = self.gradients.shape[1:]
         rows = positions * (positions + 1) // 2 if positions <= FEW_POSITIONS else max(positions, outputs)
         return self._sum_of_parts(MatrixPass._squared_products, self._patch_size * rows)

@@ -45,12 +45,15 @@ def applies(gradients: Tensor) -> bool:
     return plain and _installed() and not torch.compiler.is_compiling()
 
 
-def of_sequences(gradients: Tensor, inputs: Tensor) -> Tensor:
-    """Σ_b (Σ_t g aᵀ)² for gradients `[B, T, p]` and inputs `[B, T, q]`: `[p, q]`."""
-    return squared_products(gradients, inputs.mT.unsqueeze(2), Window(), inputs.shape[1])
+def of_sequences(gradients: Tensor, inputs: Tensor, constant: bool) -> Tensor:
+    """Σ_b (Σ_t g aᵀ)² for gradients `[B, T, p]` and inputs `[B, T, q]`, row by row: `[p · q]`.
+
+    With `constant` followed by that of an input that is always 1: `[p · q + p]`.
+    """
+    return squared_products(gradients, inputs.mT.unsqueeze(2), Window(), inputs.shape[1], constant)
 
 
-def of_convolution(module: Any, gradients: Tensor, images: Tensor) -> Tensor | None:
+def of_convolution(module: Any, gradients: Tensor, images: Tensor, constant: bool) -> Tensor | None:
     """The same for a convolution, from its images `[B, channels, ...]`; None for one of three axes."""
     kernel, stride, dilation = (tuple(map(int, each)) for each in (module.kernel_size, module.stride, module.dilation))
     if len(kernel) > 2:
@@ -63,7 +66,8 @@ def of_convolution(module: Any, gradients: Tensor, images: Tensor) -> Tensor | N
     if len(kernel) == 1:
         images, kernel, stride = images.unsqueeze(2), (1, *kernel), (1, *stride)
         dilation, before = (1, *dilation), (0, *before)
-    return squared_products(gradients, images, Window(*map(_pair, (kernel, stride, dilation, before))), width)
+    window = Window(*map(_pair, (kernel, stride, dilation, before)))
+    return squared_products(gradients, images, window, width, constant)
 
 
 def _pair(numbers: Sequence[int]) -> tuple[int, int]:
@@ -71,14 +75,15 @@ def _pair(numbers: Sequence[int]) -> tuple[int, int]:
     return down, across
 
 
-def squared_products(gradients: Tensor, images: Tensor, window: Window, width: int) -> Tensor:
-    """Σ_b (Σ_t g_bt a_btᵀ)², `[out, channels · taps]`, where a_bt is what the window sees of an image at position t.
+def squared_products(gradients: Tensor, images: Tensor, window: Window, width: int, constant: bool) -> Tensor:
+    """Σ_b (Σ_t g_bt a_btᵀ)² row by row, where a_bt is what the window sees of an image at position t.
 
     Args:
         gradients: `[B, T, out]`; positions are counted line by line.
         images: `[B, channels, height, width]`, in any order of memory.
         window: What is seen of them.
         width: How many positions there are in a line.
+        constant: Whether Σ_b (Σ_t g_bt)² follows.
     """
     from noisygrad.curvature import triton_squares
 
@@ -89,7 +94,7 @@ def squared_products(gradients: Tensor, images: Tensor, window: Window, width: i
     # So many parts of the batch, each with a sum of its own, that all of the GPU has something to do.
     parts = max(1, min(batch, _processors(gradients.device) * _BLOCKS_PER_PROCESSOR // tiles))
     each = -(-batch // parts)
-    sums = gradients.new_empty(-(-batch // each), outputs, channels * taps)
+    sums = gradients.new_empty(-(-batch // each), outputs * (channels * taps + constant))
     triton_squares.launch(
         gradients,
         images,
@@ -97,6 +102,7 @@ def squared_products(gradients: Tensor, images: Tensor, window: Window, width: i
         window,
         width,
         each,
+        constant=constant,
         blocks=(rows, _COLUMNS, _POSITIONS if positions > _FEW_POSITIONS else _FEW_POSITIONS),
         exact=not torch.backends.cuda.matmul.allow_tf32,
     )

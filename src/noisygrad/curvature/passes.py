@@ -51,8 +51,6 @@ def sum_of_squared_products(outputs: Tensor, inputs: Tensor) -> Tensor:
     if positions == 1:
         # (g aᵀ)² = g² (a²)ᵀ: no per-example matrix is needed.
         return outputs.squeeze(-2).square().mT @ inputs.squeeze(-2).square()
-    if kernels.applies(outputs) and inputs.dim() == outputs.dim():
-        return kernels.of_sequences(outputs, inputs)
     if positions <= FEW_POSITIONS:
         return _by_pairs(outputs, inputs)
     if outputs.device.type == "cpu" and outputs.dim() == 3:
@@ -198,8 +196,14 @@ class MatrixPass(Pass):
         return second_moment(self.gradients, self.gradients, False, False) * self.gradients.shape[-2]
 
     def square_sums(self) -> list[Tensor]:
+        if kernels.applies(self.gradients) and (found := self._by_kernel()) is not None:
+            return [found]
         bias = self.gradients.sum(dim=-2).square().sum(dim=-2) if self.constant else None
         return self._pieces(self._squared_products(), bias)
+
+    def _by_kernel(self) -> Tensor | None:
+        """All pieces as one, if there is a kernel for it."""
+        return kernels.of_sequences(self.gradients, self.activations, self.constant)
 
     def _squared_products(self) -> Tensor:
         """The part of the weights, `[..., out, in]`."""

@@ -48,6 +48,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     next_channel,
     next_line,
     next_pixel,
+    CONSTANT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     POSITIONS: tl.constexpr,
@@ -85,9 +86,27 @@ def _kernel(  # type: ignore[no-untyped-def]
             )
             product = tl.dot(left_side, right_side, product, input_precision=PRECISION)
         total += product * product
-    place = part * outputs * channels * taps
-    place = place + row[:, None] * (channels * taps) + (channel * taps + tap)[None, :]
-    tl.store(sums + place, total, mask=row_there[:, None] & column_there[None, :])
+    weights = outputs * channels * taps
+    own = sums + part * (weights + outputs * CONSTANT)
+    place = row[:, None] * (channels * taps) + (channel * taps + tap)[None, :]
+    tl.store(own + place, total, mask=row_there[:, None] & column_there[None, :])
+    if CONSTANT and tl.program_id(1) == 0:
+        constant = tl.zeros((ROWS,), dtype=tl.float32)
+        for number in range(0, each):
+            example = part * each + number
+            g = gradients + example * next_gradients
+            tile = tl.zeros((ROWS, POSITIONS), dtype=tl.float32)
+            for start in range(0, positions, POSITIONS):
+                position = start + tl.arange(0, POSITIONS)
+                there = (position < positions) & (example < batch)
+                tile += tl.load(
+                    g + row[:, None] * next_output + position[None, :] * next_position,
+                    mask=row_there[:, None] & there[None, :],
+                    other=0.0,
+                )
+            summed = tl.sum(tile, axis=1)
+            constant += summed * summed
+        tl.store(own + weights + row, constant, mask=row_there)
 
 
 def launch(
@@ -98,10 +117,11 @@ def launch(
     width: int,
     each: int,
     *,
+    constant: bool,
     blocks: tuple[int, int, int],
     exact: bool,
 ) -> None:
-    """Fill `sums`, `[parts, out, channels · taps]`, each from so many examples."""
+    """Fill `sums`, `[parts, n]`, each from so many examples."""
     (batch, positions, outputs), (_, channels, image_height, image_width) = gradients.shape, images.shape
     rows, columns, at_once = blocks
     taps = window.kernel[0] * window.kernel[1]
@@ -127,6 +147,7 @@ def launch(
             *window.before,
             *gradients.stride(),
             *images.stride(),
+            CONSTANT=int(constant),
             ROWS=rows,
             COLUMNS=columns,
             POSITIONS=at_once,

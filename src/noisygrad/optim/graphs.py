@@ -7,6 +7,7 @@ model's, is `noisygrad.optim.CapturedStep`. Inside a capture of somebody else's,
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
@@ -18,6 +19,17 @@ WARM_UPS = 3
 
 Work = Callable[[], object]
 Pool = Any  # torch has no public name for it
+
+
+_SIDES = threading.local()
+
+
+def _side(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all warm-ups and recordings of a thread: cuBLAS keeps 32 MB for each stream that it has seen."""
+    kept: dict[torch.device, torch.cuda.Stream] = _SIDES.__dict__.setdefault("kept", {})
+    if device not in kept:
+        kept[device] = torch.cuda.Stream(device)
+    return kept[device]
 
 
 class Replay:
@@ -63,7 +75,7 @@ class Replay:
 
     def _warm_up(self) -> None:
         # Beside the usual stream, as torch asks: what autograd keeps for a leaf remembers where it was made.
-        side, usual = torch.cuda.Stream(), torch.cuda.current_stream()
+        side, usual = _side(self._device), torch.cuda.current_stream()
         side.wait_stream(usual)
         with torch.cuda.stream(side):
             self._work()
@@ -74,7 +86,8 @@ class Replay:
         for generator in self._generators:
             graph.register_generator_state(generator)
         # Other threads may be training on the same GPU.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        side = _side(self._device)
+        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
             self._work()
         return graph
 

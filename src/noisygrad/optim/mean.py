@@ -84,10 +84,17 @@ def _of(tensor: Tensor, part: slice) -> Tensor:
 
 def clip_factor(gradient: Tensor, step: Tensor, groups: Groups, clip: float | Tensor) -> Tensor:
     """min(1, sqrt(c / Σ lr² gᵀv)): the step's length in the Fisher metric is at most sqrt(c); one per replica."""
-    inner = [torch.linalg.vecdot(_of(gradient, part), _of(step, part)).unsqueeze(-1) for _, part in groups]
+    inner = [_inner(_of(gradient, part), _of(step, part)) for _, part in groups]
     length = sum(product * group["lr"] ** 2 for product, (group, _) in zip(inner, groups, strict=True))
     # Below 0 only by rounding, which must not become the root of a negative number.
     return (clip / torch.as_tensor(length).clamp_min(0.0)).sqrt().clamp(max=1.0)
+
+
+def _inner(first: Tensor, second: Tensor) -> Tensor:
+    """Σ a b, `[..., 1]`; not by cuBLAS, which would keep some memory of its own for it."""
+    of_cpu = first.device.type == "cpu"
+    found: Tensor = torch.linalg.vecdot(first, second) if of_cpu else (first * second).sum(dim=-1)
+    return found.unsqueeze(-1)
 
 
 class Numbers:

@@ -179,7 +179,8 @@ class Block:
         found: list[Tensor] = []
         for unit in self.units:
             seen = pieces.get(unit.name) or [like.new_zeros(*like.shape[:-1], unit.size)]
-            found += [unit.to_memory(torch.cat(list(seen), dim=-1))] if unit.lies_apart else seen
+            whole = seen[0] if len(seen) == 1 else torch.cat(list(seen), dim=-1) if unit.lies_apart else None
+            found += seen if whole is None else [unit.to_memory(whole)]
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
     def prior(self, precision_of: Callable[[str], float], dtype: torch.dtype, device: torch.device) -> Prior:
