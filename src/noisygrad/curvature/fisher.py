@@ -11,6 +11,7 @@ apart from the user's own backward pass. So nothing that scales the user's loss 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -124,7 +125,8 @@ def _differentiate(
 
     @torch.no_grad()
     def take(records: Sequence[Record], gradients: Sequence[Tensor]) -> None:
-        with torch.autocast(total.device.type, enabled=False):
+        device = total.device.type
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             for name, one in _layer_passes(records, gradients, batch, dtype).items():
                 found[name] = layers.summarise(layers.units[name], one)
 

@@ -109,5 +109,6 @@ def squared_products(gradients: Tensor, images: Tensor, window: Window, width: i
     return sums[0] if len(sums) == 1 else sums.sum(dim=0)
 
 
+@cache
 def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1

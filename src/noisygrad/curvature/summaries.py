@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -33,10 +32,11 @@ Summarise: TypeAlias = Callable[[Unit, Pass], Pass]
 
 @dataclass
 class Summary(Pass):
-    """What is left of a pass: sums over its examples, and of what it carried one number each."""
+    """What is left of a pass: sums over its examples."""
 
     count: int
     sizes: dict[str, Tensor]
+    """Of what it carried one number each, finite if all of that was: `optim.finite.Trail` asks for nothing else."""
 
     @property
     def examples(self) -> int:
@@ -66,7 +66,11 @@ class SquareSummary(Summary):
     @classmethod
     def of(cls, one: Pass) -> SquareSummary:
         """That of a pass."""
-        return cls(one.examples, _sizes(one), one.square_sums())
+        sums = one.square_sums()
+        # What is wrong with the gradients is seen in their squares, which are fewer.
+        total = sum((piece.sum() for piece in sums[1:]), start=sums[0].sum())
+        sizes = {kind: tensor.sum() if kind == "inputs" else total for kind, tensor in one.carried().items()}
+        return cls(one.examples, sizes, sums)
 
     def square_sums(self) -> list[Tensor]:
         """In pieces, as the pass had them."""
@@ -83,7 +87,8 @@ class MomentSummary(Summary):
     @classmethod
     def of(cls, one: MatrixPass) -> MomentSummary:
         """That of a pass."""
-        return cls(one.examples, _sizes(one), one.input_moment(), one.output_moment())
+        inputs, outputs = one.input_moment(), one.output_moment()
+        return cls(one.examples, {"inputs": inputs.sum(), "gradients": outputs.sum()}, inputs, outputs)
 
     def input_moment(self) -> Tensor:
         """A."""
@@ -92,12 +97,6 @@ class MomentSummary(Summary):
     def output_moment(self) -> Tensor:
         """S."""
         return self.outputs
-
-
-def _sizes(one: Pass) -> dict[str, Tensor]:
-    """Finite if all that it carried was, and as large: `optim.finite.Trail` asks for nothing else."""
-    carried = one.carried()
-    return dict(zip(carried, torch._foreach_norm(list(carried.values()), 1), strict=True)) if carried else {}
 
 
 def heard(records: Sequence[Record]) -> list[bool]:

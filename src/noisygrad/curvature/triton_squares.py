@@ -127,7 +127,8 @@ def launch(
     taps = window.kernel[0] * window.kernel[1]
     grid = (triton.cdiv(outputs, rows), triton.cdiv(channels * taps, columns), len(sums))
     compiled: Any = _kernel
-    with torch.cuda.device(gradients.device) if gradients.is_cuda else nullcontext():
+    elsewhere = gradients.is_cuda and gradients.device.index != torch.cuda.current_device()
+    with torch.cuda.device(gradients.device) if elsewhere else nullcontext():
         compiled[grid](
             gradients,
             images,
