@@ -20,11 +20,13 @@ network on the same batch; rounds of all methods are interleaved in one run and 
 ratios. Statistics are taken every 10 steps and factors made every 200, and both are part of the mean step. On a CPU
 the ratio of NoisyAdam to IVON changes from run to run and from day to day: of the code that made the figures below,
 five runs of VGG16 gave 0.98 to 1.00 and four of the MLP 0.97 to 0.99; on another day two runs of both gave 1.01 and
-1.03, 0.98 and 0.99. The code has changed since, to keep less in a GPU's memory, and was not measured on one yet: on a
-CPU three runs on that other day gave 1.01, 1.01 and 1.03, and 0.99, 1.00 and 0.95. On the GPU all methods have images
-in channels-last order and TF32 products; captured steps are CUDA graphs (all but K-FAC's refreshes), bf16 ones have a
-network in bfloat16. Peak memory is that of a process that does nothing else: what is resident beyond the start, or
-allocated on the GPU. Ours has steps with statistics and a refresh of the factors in it.
+1.03, 0.98 and 0.99. The code has changed since, to keep less in a GPU's memory: on a CPU three runs on that other day
+gave 1.01, 1.01 and 1.03, and 0.99, 1.00 and 0.95. On the GPU all methods have images in channels-last order and TF32
+products; captured steps are CUDA graphs (all but K-FAC's refreshes), bf16 ones have a network in bfloat16. Eager steps
+there wait for the host, and hosts differ: four runs of NoisyAdam on three of them gave 1.24, 1.46, 1.34 and 1.31 × SGD
+and 0.86, 0.82, 0.82 and 0.82 × IVON (the first with slightly older code, the second is below). Peak memory is that of
+a process that does nothing else: what is resident beyond the start, or allocated on the GPU. Ours has steps with
+statistics and a refresh of the factors in it.
 """
 NAMES = {"mlp": "MLP 13-50-1, batch 10", "vgg16": "the paper's VGG16, batch 128"}
 

@@ -183,7 +183,7 @@ def measure(
     quick = name == "mlp"
     counts = {"plain": 300, "statistics": 100, "refresh": 30} if quick else {"plain": 5, "statistics": 2, "refresh": 1}
     if device.type == "cuda" and not quick:
-        counts = {"plain": 50, "statistics": 10, "refresh": 2}
+        counts = {"plain": 20, "statistics": 5, "refresh": 1}
     for kinds in steps.values():
         for step in kinds.values():
             seconds(step, WARM_UPS, device)
@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--models", nargs="+", default=["mlp", "vgg16"], choices=["mlp", "vgg16"])
     parser.add_argument("--methods", nargs="+", choices=METHODS + CAPTURED, help="all that the device can run")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, help="7, or 25 on a GPU, where steps are short and hosts uneven")
     parser.add_argument("--stats-batch", type=int, default=0, help="examples of a VGG16 batch for statistics; 0: all")
     parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--output", type=Path)
@@ -262,7 +262,8 @@ def main() -> None:
             print("IVON is left out: pip install ivon-opt")
     results: dict[str, dict[str, dict[str, float]]] = {}
     for name in arguments.models:
-        results[name] = measure(name, methods, device, arguments.rounds, stats_batch)
+        rounds = arguments.rounds or (25 if device.type == "cuda" else 7)
+        results[name] = measure(name, methods, device, rounds, stats_batch)
         if arguments.memory:
             # Processes do not count each other's memory; a CPU's cores are for one of them at a time.
             with ThreadPoolExecutor(4 if device.type == "cuda" else 1) as pool:

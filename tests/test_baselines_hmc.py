@@ -193,7 +193,7 @@ def test_diagnostics_are_of_means_and_variances() -> None:
         {"weight": torch.cat([narrow, wide])},
         (x := normal(1, 1), x),
     )
-    assert posterior.with_diagnostics(torch.ones(1, 1)).rhat > 1.1
+    assert posterior.with_rhat(torch.ones(1, 1)).rhat > 1.1
 
 
 def test_a_device_that_jax_has_not_is_named() -> None:

@@ -71,12 +71,53 @@ def test_squares_of_a_convolution_are_those_of_its_matrices(
 
 
 @pytest.mark.parametrize(("batch", "positions", "outputs", "inputs"), [(5, 7, 33, 65), (1, 2, 1, 1), (3, 40, 70, 20)])
-def test_squares_of_a_sequence(batch: int, positions: int, outputs: int, inputs: int) -> None:
+def test_squares_of_a_sequence(
+    batch: int, positions: int, outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "applies", lambda gradients: True)
     torch.manual_seed(0)
     gradients, a = (torch.randn(batch, positions, size, device=DEVICE) for size in (outputs, inputs))
     right = squares(gradients, a)
-    assert relative(kernels.of_sequences(gradients, a, True), right) < 1e-6
-    assert relative(torch.cat(MatrixPass(a, gradients, True).square_sums()), right) < 1e-6
+    (found,) = MatrixPass(a, gradients, True).square_sums()
+    assert relative(found, right) < 1e-6
+
+
+def test_a_frozen_matrix_leaves_its_bias_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "applies", lambda gradients: True)
+    gradients = torch.randn(3, 4, 5, device=DEVICE)
+    weight, bias = MatrixPass(gradients.new_zeros(3, 4, 0), gradients, True).square_sums()
+    assert weight.numel() == 0
+    torch.testing.assert_close(bias, gradients.sum(1).square().sum(0))
+
+
+def test_examples_that_are_too_large_are_left_to_others() -> None:
+    small = torch.zeros(1, 2, 1, device=DEVICE)
+    assert kernels.of_sequences(small, small, False) is not None
+    with_gap = torch.empty_strided((1, 2, 1), (0, 2**31, 1), device="meta")
+    assert kernels.of_sequences(small.to("meta"), with_gap, False) is None
+    assert kernels.of_sequences(with_gap, small.to("meta"), False) is None
+
+
+def test_what_does_not_work_is_said_once_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def fails(*arguments: object, **more: object) -> None:
+        tried.append(arguments)
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(kernels, "_WORKING", {})
+    monkeypatch.setattr(kernels, "of_sequences", fails)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with pytest.warns(UserWarning, match="no C compiler"):
+        assert not kernels._works(torch.device(DEVICE))
+    assert not kernels._works(torch.device(DEVICE))
+    assert len(tried) == 1
+
+
+def test_it_does_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_WORKING", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert kernels._works(torch.device(DEVICE))
 
 
 def test_three_axes_are_left_to_others() -> None:

@@ -88,7 +88,7 @@ def fit(
         at: Inputs whose predictions R̂ is of; the training inputs by default.
         seed: Of the first weights and all that is drawn.
         settings: How long and how many the chains are.
-        device: Where JAX runs the chains and the draws lie; these are on the CPU where torch knows no such device.
+        device: Where JAX runs the chains and the draws lie; these are on the CPU where torch is without CUDA.
         report: Told how far it is.
 
     Raises:
@@ -224,7 +224,7 @@ class HMC:
                     found[index] = posterior(index)
             rates = self._sampler.acceptance
         triples = zip(found, rates, at, strict=True)
-        return [replace(each.with_diagnostics(inputs), acceptance=rate) for each, rate, inputs in triples]
+        return [replace(each.with_ess(inputs), acceptance=rate) for each, rate, inputs in triples]
 
     @torch.no_grad()
     def _check_outputs(self, x: Tensor, y: Tensor, weight: Tensor, at: Tensor) -> None:

@@ -15,7 +15,7 @@ from noisygrad.likelihoods import Gaussian, Likelihood
 from noisygrad.posterior.weights import evaluating
 from noisygrad.predictions import Prediction, RegressionPrediction
 
-_AT_ONCE = {"cpu": 100_000, "cuda": 10_000_000}
+_AT_ONCE = {"cpu": 100_000, "cuda": 1_000_000}
 """Draws times inputs that go through the network together: what fits a cache, or what keeps a GPU busy."""
 
 
@@ -61,13 +61,12 @@ class HMCPosterior:
         with np.errstate(divide="ignore", invalid="ignore"):  # a constant output, such as a dead network's
             return replace(self, rhat=float(np.nanmax(split_gelman_rubin(self._looked_at(at)))))
 
-    def with_diagnostics(self, at: Tensor) -> HMCPosterior:
-        """The same with R̂, as above, and with the effective sample size of the same numbers."""
+    def with_ess(self, at: Tensor) -> HMCPosterior:
+        """The same with the effective sample size of those numbers, which takes longer."""
         from numpyro.diagnostics import effective_sample_size
 
         with np.errstate(divide="ignore", invalid="ignore"):
-            ess = float(np.nanmin(effective_sample_size(self._looked_at(at))))
-        return replace(self.with_rhat(at), ess=ess)
+            return replace(self, ess=float(np.nanmin(effective_sample_size(self._looked_at(at)))))
 
     def _looked_at(self, at: Tensor) -> NDArray[np.float64]:
         """`[chains, samples, ...]`."""
@@ -79,7 +78,10 @@ class HMCPosterior:
 
     @torch.no_grad()
     def outputs(self, x: Tensor, num_samples: int | None = None, *, batch_size: int | None = None) -> Tensor:
-        """The network's raw outputs `[num_samples, N, ...]` for draws spread evenly over all chains; None takes all."""
+        """The network's raw outputs `[num_samples, N, ...]` for draws spread evenly over all chains; None takes all.
+
+        They are where the draws lie, whatever device `x` is on.
+        """
         chosen = self._chosen(num_samples)
         model = self.model
 
@@ -107,7 +109,8 @@ class HMCPosterior:
     ) -> Prediction:
         """What the posterior says of `x`; a noise under a Gamma prior has its own posterior for each draw.
 
-        Arguments are as of other posteriors; `generator` is not used, since the draws are there.
+        Arguments are as of other posteriors; `generator` is not used, since the draws are there. It is made, and stays,
+        where the draws lie.
         """
         outputs = self.outputs(x, num_samples, batch_size=batch_size)
         likelihood = self.likelihood

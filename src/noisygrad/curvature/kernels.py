@@ -1,14 +1,15 @@
-"""Squares of per-example gradients on a GPU in one launch for each layer, and without anything that they are made from.
+"""Squares of per-example gradients on a GPU, without anything in memory that they are made from.
 
-For outputs' gradients g and inputs a, Σ_b (Σ_t g_bt a_btᵀ)² needs every example's matrix, if only to square it: 128
-times a layer's weights, and its patches beside them. The kernel here makes each matrix tile by tile in registers, reads
-the patches from the image itself, and writes the sum. Needs Triton, which comes with torch for NVIDIA GPUs; where it is
-missing, and for whatever `applies` says no to, the matrices are made of some examples at a time (`passes`).
+For outputs' gradients g and inputs a, Σ_b (Σ_t g_bt a_btᵀ)² needs every example's matrix, if only to square it: as many
+as a batch has examples, and their patches beside them. The kernel here makes each matrix tile by tile in registers,
+reads the patches from the image itself, and writes sums. Needs Triton, which comes with torch for NVIDIA GPUs; where it
+does not work, and for whatever there is no kernel for, the matrices are made of some examples at a time (`passes`).
 """
 
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,6 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from noisygrad.families.factorisation import capturing
+
+_CAPABILITY = (7, 0)
+_LARGEST_INDEX = 2**31 - 1
 _BLOCKS_PER_PROCESSOR = 4
 _ROWS, _FEW_ROWS, _COLUMNS = 64, 32, 64
 _POSITIONS, _FEW_POSITIONS = 32, 16
@@ -34,27 +39,48 @@ class Window:
     """Zeros above and to the left."""
 
 
-@cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def applies(gradients: Tensor) -> bool:
-    """Whether there is a kernel for output gradients `[B, T, out]` such as these."""
+    """Whether there may be a kernel for output gradients `[B, T, out]` such as these."""
     plain = gradients.is_cuda and gradients.dtype == torch.float32 and gradients.dim() == 3 and gradients.shape[1] > 1
-    return plain and _installed() and not torch.compiler.is_compiling()
+    return plain and not torch.compiler.is_compiling() and _works(gradients.device)
 
 
-def of_sequences(gradients: Tensor, inputs: Tensor, constant: bool) -> Tensor:
+_WORKING: dict[torch.device, bool] = {}
+
+
+def _works(device: torch.device) -> bool:
+    """Whether Triton is there and can do what it is asked for: it needs a C compiler, for example. Tried once."""
+    if device not in _WORKING:
+        if capturing():
+            return False
+        known = importlib.util.find_spec("triton") is not None and torch.version.hip is None
+        _WORKING[device] = known and torch.cuda.get_device_capability(device) >= _CAPABILITY and _tried(device)
+    return _WORKING[device]
+
+
+def _tried(device: torch.device) -> bool:
+    g = torch.ones(1, 2, 1, device=device)
+    try:
+        found = of_sequences(g, g, constant=True)
+        return found is not None and found.tolist() == [4.0, 4.0]
+    except Exception as error:  # whatever a compiler may raise
+        warnings.warn(
+            f"Triton does not work here ({type(error).__name__}: {error}): statistics take more memory and more time",
+            stacklevel=2,
+        )
+        return False
+
+
+def of_sequences(gradients: Tensor, inputs: Tensor, constant: bool) -> Tensor | None:
     """Σ_b (Σ_t g aᵀ)² for gradients `[B, T, p]` and inputs `[B, T, q]`, row by row: `[p · q]`.
 
-    With `constant` followed by that of an input that is always 1: `[p · q + p]`.
+    With `constant` followed by that of an input that is always 1: `[p · q + p]`. None where there is no kernel for it.
     """
     return squared_products(gradients, inputs.mT.unsqueeze(2), Window(), inputs.shape[1], constant)
 
 
 def of_convolution(module: Any, gradients: Tensor, images: Tensor, constant: bool) -> Tensor | None:
-    """The same for a convolution, from its images `[B, channels, ...]`; None for one of three axes."""
+    """The same for a convolution, from its images `[B, channels, ...]`; there is none for one of three axes."""
     kernel, stride, dilation = (tuple(map(int, each)) for each in (module.kernel_size, module.stride, module.dilation))
     if len(kernel) > 2:
         return None
@@ -75,8 +101,10 @@ def _pair(numbers: Sequence[int]) -> tuple[int, int]:
     return down, across
 
 
-def squared_products(gradients: Tensor, images: Tensor, window: Window, width: int, constant: bool) -> Tensor:
+def squared_products(gradients: Tensor, images: Tensor, window: Window, width: int, constant: bool) -> Tensor | None:
     """Σ_b (Σ_t g_bt a_btᵀ)² row by row, where a_bt is what the window sees of an image at position t.
+
+    None where there is nothing to multiply, or where an example is too large for the kernel's indices.
 
     Args:
         gradients: `[B, T, out]`; positions are counted line by line.
@@ -85,6 +113,8 @@ def squared_products(gradients: Tensor, images: Tensor, window: Window, width: i
         width: How many positions there are in a line.
         constant: Whether Σ_b (Σ_t g_bt)² follows.
     """
+    if not gradients.numel() or not images.numel() or max(_span(gradients[0]), _span(images[0])) > _LARGEST_INDEX:
+        return None
     from noisygrad.curvature import triton_squares
 
     (batch, positions, outputs), channels = gradients.shape, images.shape[1]
@@ -104,9 +134,14 @@ def squared_products(gradients: Tensor, images: Tensor, window: Window, width: i
         each,
         constant=constant,
         blocks=(rows, _COLUMNS, _POSITIONS if positions > _FEW_POSITIONS else _FEW_POSITIONS),
-        exact=not torch.backends.cuda.matmul.allow_tf32,
+        exact=torch.backends.cuda.matmul.fp32_precision != "tf32",
     )
     return sums[0] if len(sums) == 1 else sums.sum(dim=0)
+
+
+def _span(tensor: Tensor) -> int:
+    """The distance in memory of its last number from its first."""
+    return sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 @cache

@@ -36,7 +36,8 @@ class Summary(Pass):
 
     count: int
     sizes: dict[str, Tensor]
-    """Of what it carried one number each, finite if all of that was: `optim.finite.Trail` asks for nothing else."""
+    """Of what it carried one number each, not finite if some of that was not, or if squares of it are too large:
+    `optim.finite.Trail` asks for nothing else."""
 
     @property
     def examples(self) -> int:
@@ -67,10 +68,7 @@ class SquareSummary(Summary):
     def of(cls, one: Pass) -> SquareSummary:
         """That of a pass."""
         sums = one.square_sums()
-        # What is wrong with the gradients is seen in their squares, which are fewer.
-        total = sum((piece.sum() for piece in sums[1:]), start=sums[0].sum())
-        sizes = {kind: tensor.sum() if kind == "inputs" else total for kind, tensor in one.carried().items()}
-        return cls(one.examples, sizes, sums)
+        return cls(one.examples, _sizes(one, sums), sums)
 
     def square_sums(self) -> list[Tensor]:
         """In pieces, as the pass had them."""
@@ -88,7 +86,7 @@ class MomentSummary(Summary):
     def of(cls, one: MatrixPass) -> MomentSummary:
         """That of a pass."""
         inputs, outputs = one.input_moment(), one.output_moment()
-        return cls(one.examples, {"inputs": inputs.sum(), "gradients": outputs.sum()}, inputs, outputs)
+        return cls(one.examples, _sizes(one, [outputs]), inputs, outputs)
 
     def input_moment(self) -> Tensor:
         """A."""
@@ -97,6 +95,12 @@ class MomentSummary(Summary):
     def output_moment(self) -> Tensor:
         """S."""
         return self.outputs
+
+
+def _sizes(one: Pass, squares: Sequence[Tensor]) -> dict[str, Tensor]:
+    """What is wrong with the gradients is seen in their squares, which are fewer."""
+    total = sum((piece.sum() for piece in squares[1:]), start=squares[0].sum())
+    return {kind: tensor.sum() if kind == "inputs" else total for kind, tensor in one.carried().items()}
 
 
 def heard(records: Sequence[Record]) -> list[bool]:

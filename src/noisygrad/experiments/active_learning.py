@@ -86,7 +86,7 @@ def plan(
     tuning: bool = False,
     changes: Config | None = None,
 ) -> list[Job]:
-    """A job for each data set and method, the longest first; its replicates are the trials.
+    """A job for each data set and method, HMC's first; its replicates are the trials.
 
     With `tuning` they are other trials; `changes` are other settings for them, and the jobs are named after those.
 
@@ -109,7 +109,7 @@ def plan(
             config |= (changes or {}) | ({"tuning": True} if tuning else {})
             label = named_after(method, changes or {})
             jobs.append(Job(data=name, method=label, replicates=tuple(range(trials)), config=config))
-    return sorted(jobs, key=lambda job: not job.method.startswith("HMC"))  # which takes as long as all the others
+    return sorted(jobs, key=lambda job: not job.method.startswith("HMC"))  # they take longest
 
 
 def _settings(method: str, data: str, usual: Config) -> Config:

@@ -25,11 +25,12 @@ _SIDES = threading.local()
 
 
 def _side(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all warm-ups and recordings of a thread: cuBLAS keeps 32 MB for each stream that it has seen."""
-    kept: dict[torch.device, torch.cuda.Stream] = _SIDES.__dict__.setdefault("kept", {})
-    if device not in kept:
-        kept[device] = torch.cuda.Stream(device)
-    return kept[device]
+    """One stream for all warm-ups of a thread on a GPU: cuBLAS keeps 32 MB for each stream that a thread has used."""
+    kept: dict[int, torch.cuda.Stream] = _SIDES.__dict__.setdefault("kept", {})
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index not in kept:
+        kept[index] = torch.cuda.Stream(index)
+    return kept[index]
 
 
 class Replay:
@@ -86,8 +87,7 @@ class Replay:
         for generator in self._generators:
             graph.register_generator_state(generator)
         # Other threads may be training on the same GPU.
-        side = _side(self._device)
-        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             self._work()
         return graph
 

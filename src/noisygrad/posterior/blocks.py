@@ -179,8 +179,9 @@ class Block:
         found: list[Tensor] = []
         for unit in self.units:
             seen = pieces.get(unit.name) or [like.new_zeros(*like.shape[:-1], unit.size)]
-            whole = seen[0] if len(seen) == 1 else torch.cat(list(seen), dim=-1) if unit.lies_apart else None
-            found += seen if whole is None else [unit.to_memory(whole)]
+            if unit.lies_apart:
+                seen = [unit.to_memory(seen[0] if len(seen) == 1 else torch.cat(list(seen), dim=-1))]
+            found += seen
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
     def prior(self, precision_of: Callable[[str], float], dtype: torch.dtype, device: torch.device) -> Prior:
