@@ -214,7 +214,8 @@ class ConvolutionPass(PatchedPass):
         if positions <= FEW_POSITIONS:
             weight = self._squares_by_taps(scale)
         elif self._patch_size <= SMALL_PATCH:
-            weight = sum_of_squared_products(self.gradients / scale, self.activations)
+            # Thin products, which are fewer than the gradients: these are multiplied as they lie.
+            weight = torch.bmm(self.gradients.mT, self.activations).div_(scale).square_().sum(dim=0)
         else:
             weight = self._squares_by_rows(scale)
         bias = (self.gradients.sum(dim=-2) / scale).square().sum(dim=-2)
