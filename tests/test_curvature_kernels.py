@@ -60,14 +60,13 @@ def test_squares_of_a_convolution_are_those_of_its_matrices(
     gradients = torch.randn_like(module(images).detach())
     if images.dim() == 4:
         images, gradients = images.to(memory_format=order), gradients.to(memory_format=order)
-    gradients = gradients.flatten(2).mT
-    right = squares(gradients, patches(module, images))
-    found = kernels.of_convolution(module, gradients, images, True)
+    right = squares(gradients.flatten(2).mT, patches(module, images))
+    found = PatchedPass(module, images, gradients, True)._by_kernel()
     assert found is not None
     assert relative(found, right) < 1e-6
-    without = kernels.of_convolution(module, gradients, images, False)
+    without = PatchedPass(module, images, gradients, False)._by_kernel()
     assert without is not None
-    torch.testing.assert_close(without, found[: -gradients.shape[-1]])
+    torch.testing.assert_close(without, found[: -gradients.shape[1]])
 
 
 @pytest.mark.parametrize(("batch", "positions", "outputs", "inputs"), [(5, 7, 33, 65), (1, 2, 1, 1), (3, 40, 70, 20)])
@@ -121,7 +120,8 @@ def test_it_does_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_three_axes_are_left_to_others() -> None:
-    assert kernels.of_convolution(nn.Conv3d(2, 3, 2), torch.zeros(1, 8, 3), torch.zeros(1, 2, 3, 3, 3), True) is None
+    images, gradients = torch.zeros(1, 2, 3, 3, 3), torch.zeros(1, 3, 2, 2, 2)
+    assert PatchedPass(nn.Conv3d(2, 3, 2), images, gradients, True)._by_kernel() is None
 
 
 @on_a_gpu
@@ -129,14 +129,14 @@ def test_it_is_as_exact_as_products_may_be() -> None:
     module, shape = CONVOLUTIONS["several tiles"]
     module = module.to(DEVICE)
     images = torch.randn(shape, device=DEVICE)
-    gradients = torch.randn_like(module(images).detach()).flatten(2).mT
-    right = squares(gradients, patches(module, images))
+    gradients = torch.randn_like(module(images).detach())
+    right = squares(gradients.flatten(2).mT, patches(module, images))
 
     def error(rounded: bool) -> float:
         usual = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = rounded
         try:
-            found = kernels.of_convolution(module, gradients, images, True)
+            found = PatchedPass(module, images, gradients, True)._by_kernel()
         finally:
             torch.backends.cuda.matmul.allow_tf32 = usual
         assert found is not None

@@ -50,6 +50,18 @@ def _padded(module: Any, inputs: Tensor) -> Tensor:
     return F.pad(inputs, padding, mode=mode) if any(padding) else inputs
 
 
+def _two_axes(module: Any, images: Tensor) -> tuple[Tensor, kernels.Window]:
+    """A convolution of one or two axes as one of two with zeros around its images, `[B, channels, height, width]`."""
+    before = list(module._reversed_padding_repeated_twice[::2][::-1])
+    if module.padding_mode != "zeros":
+        images, before = _padded(module, images), [0] * len(before)
+    axes = list(zip(module.kernel_size, module.stride, module.dilation, before, strict=True))
+    if len(axes) == 1:
+        images, axes = images.unsqueeze(2), [(1, 1, 1, 0), *axes]
+    down, across = axes
+    return images, kernels.Window(*zip(down, across, strict=True))
+
+
 @dataclass(frozen=True)
 class Axis:
     """One axis of a convolution of stride 1: sizes of image, output and kernel, zeros in front, gap between taps."""
@@ -113,7 +125,10 @@ class PatchedPass(MatrixPass):
         return self._sum_of_parts(share, self._patch_size * self.gradients.shape[1])
 
     def _by_kernel(self) -> Tensor | None:
-        return kernels.of_convolution(self._module, self.gradients, self._images, self.constant)
+        if len(self._module.kernel_size) > 2:
+            return None
+        images, window = _two_axes(self._module, self._images)
+        return kernels.squared_products(self.gradients, images, window, self._outputs[-1], self.constant)
 
     def _squared_products(self) -> Tensor:
         """A sum over parts of the batch."""
@@ -149,16 +164,10 @@ class ConvolutionPass(PatchedPass):
     @cached_property
     def _geometry(self) -> tuple[Tensor, Axis, Axis]:
         """Images `[B, channels, height, width]`, their vertical and their horizontal axis."""
-        module, images, outputs = self._module, self._images, tuple(self._outputs)
-        before = list(module._reversed_padding_repeated_twice[::2][::-1])
-        if module.padding_mode != "zeros":
-            images, before = _padded(module, images), [0] * len(before)
-        kernel, dilation = tuple(module.kernel_size), tuple(module.dilation)
-        if len(kernel) == 1:
-            images, outputs, kernel = images.unsqueeze(2), (1, *outputs), (1, *kernel)
-            before, dilation = [0, *before], (1, *dilation)
-        sizes = images.shape[2:]
-        vertical, horizontal = (Axis(*each) for each in zip(sizes, outputs, kernel, before, dilation, strict=True))
+        images, window = _two_axes(self._module, self._images)
+        outputs = tuple(self._outputs) if len(self._outputs) == 2 else (1, *self._outputs)
+        axes = zip(images.shape[2:], outputs, window.kernel, window.before, window.dilation, strict=True)
+        vertical, horizontal = (Axis(*each) for each in axes)
         return images, vertical, horizontal
 
     def input_moment(self) -> Tensor:

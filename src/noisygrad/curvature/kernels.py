@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from noisygrad.families.factorisation import capturing
@@ -77,28 +74,6 @@ def of_sequences(gradients: Tensor, inputs: Tensor, constant: bool) -> Tensor | 
     With `constant` followed by that of an input that is always 1: `[p · q + p]`. None where there is no kernel for it.
     """
     return squared_products(gradients, inputs.mT.unsqueeze(2), Window(), inputs.shape[1], constant)
-
-
-def of_convolution(module: Any, gradients: Tensor, images: Tensor, constant: bool) -> Tensor | None:
-    """The same for a convolution, from its images `[B, channels, ...]`; there is none for one of three axes."""
-    kernel, stride, dilation = (tuple(map(int, each)) for each in (module.kernel_size, module.stride, module.dilation))
-    if len(kernel) > 2:
-        return None
-    padding = list(module._reversed_padding_repeated_twice)
-    if module.padding_mode != "zeros":
-        images, padding = F.pad(images, padding, mode=module.padding_mode), [0] * len(padding)
-    before = tuple(padding[::2][::-1])
-    width = (images.shape[-1] + padding[0] + padding[1] - dilation[-1] * (kernel[-1] - 1) - 1) // stride[-1] + 1
-    if len(kernel) == 1:
-        images, kernel, stride = images.unsqueeze(2), (1, *kernel), (1, *stride)
-        dilation, before = (1, *dilation), (0, *before)
-    window = Window(*map(_pair, (kernel, stride, dilation, before)))
-    return squared_products(gradients, images, window, width, constant)
-
-
-def _pair(numbers: Sequence[int]) -> tuple[int, int]:
-    down, across = numbers
-    return down, across
 
 
 def squared_products(gradients: Tensor, images: Tensor, window: Window, width: int, constant: bool) -> Tensor | None:
