@@ -88,7 +88,7 @@ def squared_products(gradients: Tensor, images: Tensor, window: Window, width: i
         width: How many positions there are in a line.
         constant: Whether Σ_b (Σ_t g_bt)² follows.
     """
-    if not gradients.numel() or not images.numel() or max(_span(gradients[0]), _span(images[0])) > _LARGEST_INDEX:
+    if not gradients.numel() or not images.numel() or max(_span(gradients), _span(images)) > _LARGEST_INDEX:
         return None
     from noisygrad.curvature import triton_squares
 
@@ -115,8 +115,8 @@ def squared_products(gradients: Tensor, images: Tensor, window: Window, width: i
 
 
 def _span(tensor: Tensor) -> int:
-    """The distance in memory of its last number from its first."""
-    return sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    """The distance in memory of an example's last number from its first."""
+    return sum((size - 1) * step for size, step in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
 
 
 @cache

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -36,8 +37,8 @@ class Summary(Pass):
 
     count: int
     sizes: dict[str, Tensor]
-    """Of what it carried one number each, not finite if some of that was not, or if squares of it are too large:
-    `optim.finite.Trail` asks for nothing else."""
+    """For what it carried numbers of which some are not finite if some of that was not, or if squares of it are too
+    large: `optim.finite.Trail` asks for nothing else."""
 
     @property
     def examples(self) -> int:
@@ -49,7 +50,7 @@ class Summary(Pass):
         raise TypeError("of a summary no per-example gradients are left")
 
     def carried(self) -> dict[str, Tensor]:
-        """One number for each tensor."""
+        """What stands for it."""
         return self.sizes
 
     @classmethod
@@ -98,9 +99,9 @@ class MomentSummary(Summary):
 
 
 def _sizes(one: Pass, squares: Sequence[Tensor]) -> dict[str, Tensor]:
-    """What is wrong with the gradients is seen in their squares, which are fewer."""
-    total = sum((piece.sum() for piece in squares[1:]), start=squares[0].sum())
-    return {kind: tensor.sum() if kind == "inputs" else total for kind, tensor in one.carried().items()}
+    """What is wrong with the gradients is seen in their squares, which are fewer, and kept in any case."""
+    seen = squares[0] if len(squares) == 1 else torch.stack([piece.sum() for piece in squares])
+    return {kind: tensor.sum() if kind == "inputs" else seen for kind, tensor in one.carried().items()}
 
 
 def heard(records: Sequence[Record]) -> list[bool]:

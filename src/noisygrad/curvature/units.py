@@ -112,12 +112,17 @@ class Unit:
     def to_memory(self, segment: Tensor) -> Tensor:
         """A segment whose slots are row by row, in the order in which this unit's numbers lie; a copy."""
         found = torch.empty_like(segment)
-        for (slot, mine), (_, theirs) in zip(self._split(found), self._split(segment), strict=True):
-            if slot.lying is None:
-                mine.copy_(theirs)
-            else:
-                slot.shaped(mine).copy_(theirs.unflatten(-1, slot.lying[0]))
+        for mine, theirs in self.paired(found, segment):
+            mine.copy_(theirs)
         return found
+
+    def paired(self, lying: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views of the same numbers in two segments: one as this unit's numbers lie, one with slots row by row."""
+        for (slot, mine), (_, theirs) in zip(self._split(lying), self._split(rows), strict=True):
+            if slot.lying is None:
+                yield mine, theirs
+            else:
+                yield slot.shaped(mine), theirs.unflatten(-1, slot.lying[0])
 
     def from_memory(self, segment: Tensor) -> Tensor:
         """The inverse of `to_memory`; a copy."""

@@ -176,13 +176,18 @@ class Block:
     def _joined(self, pieces: Mapping[str, Sequence[Tensor]]) -> Tensor:
         """The units' vectors, each in pieces, as one of its own; a layer that took no part has no gradient."""
         like = next(iter(pieces.values()))[0]
-        found: list[Tensor] = []
-        for unit in self.units:
-            seen = pieces.get(unit.name) or [like.new_zeros(*like.shape[:-1], unit.size)]
-            if unit.lies_apart:
-                seen = [unit.to_memory(seen[0] if len(seen) == 1 else torch.cat(list(seen), dim=-1))]
-            found += seen
-        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+        found = [pieces.get(unit.name) or [like.new_zeros(*like.shape[:-1], unit.size)] for unit in self.units]
+        if not any(unit.lies_apart for unit in self.units):
+            return _cat([piece for several in found for piece in several])
+        whole = like.new_empty(*like.shape[:-1], self.size)
+        places = whole.split([unit.size for unit in self.units], dim=-1)
+        pairs = [
+            pair
+            for unit, place, several in zip(self.units, places, found, strict=True)
+            for pair in unit.paired(place, _cat(several))
+        ]
+        torch._foreach_copy_([mine for mine, _ in pairs], [theirs for _, theirs in pairs])
+        return whole
 
     def prior(self, precision_of: Callable[[str], float], dtype: torch.dtype, device: torch.device) -> Prior:
         """A fresh prior from the precision 1/η of each parameter."""
@@ -208,3 +213,7 @@ class Block:
         if self.family == "kronecker":
             return kronecker.Prior.from_columns(columns[0], self.units[0].outputs)
         return tridiagonal.Prior.from_columns(columns, [unit.outputs for unit in self.units])
+
+
+def _cat(pieces: Sequence[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=-1)
