@@ -233,8 +233,9 @@ def test_without_padding_or_flip_nothing_changes() -> None:
     assert torch.equal(random_crop(images, 0, flip=False), images)
 
 
-def test_a_training_that_diverges_is_a_cell_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    (job,) = plan("digits", ["BBB"], ["plain"], epochs=2, train_size=400, validation=True, changes={"lr": 1e4})
+@pytest.mark.parametrize(("method", "lr"), [("BBB", 1e4), ("SGD", 1e6)])
+def test_a_training_that_diverges_is_a_cell_that_says_so(method: str, lr: float) -> None:
+    (job,) = plan("digits", [method], ["plain"], epochs=3, train_size=400, validation=True, changes={"lr": lr})
     (cell,) = run_job(job, quiet)
     assert cell.error is not None
     assert cell.metrics == {}

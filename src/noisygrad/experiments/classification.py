@@ -318,7 +318,12 @@ class Learning:
         )
 
     def losses(self) -> dict[str, float]:
-        """The median and the largest of the last epoch's; a few draws of the weights can rule their mean."""
+        """The median and the largest of the last epoch's; a few draws of the weights can rule their mean.
+
+        SGD goes on with weights that are not numbers, so that is looked for here.
+        """
+        if not bool(self._losses.isfinite().any()):
+            raise ArithmeticError("the training diverged: no loss of the last epoch is finite. Lower lr")
         return {"loss_median": float(self._losses.median()), "loss_largest": float(self._losses.max())}
 
     def test_accuracy(self) -> float:
