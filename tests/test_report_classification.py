@@ -272,7 +272,7 @@ def test_shortfalls_are_those_of_the_aims(monkeypatch):
         ("noisy-K-FAC/D", "ece"),
         ("K-FAC+WD", "accuracy"),
     ]
-    monkeypatch.setitem(REASONS, ("noisy-K-FAC/B", CIFAR, "accuracy"), "Because of <it>.")
+    monkeypatch.setattr(classification, "REASONS", {("noisy-K-FAC/B", CIFAR, "accuracy"): "Because of <it>."})
     page = Page("Title")
     classification._shortfalls(page, study)
     text = page.html()
