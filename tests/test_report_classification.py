@@ -28,7 +28,6 @@ from noisygrad.report.classification import (
 from noisygrad.report.comparison import ACCURACY, IN_STANDARD_ERRORS, RMSE, Estimate, signed_difference, verdict
 from noisygrad.report.figures import Curve, Panel, curve_panels, mean_curve
 from noisygrad.report.page import Page
-from noisygrad.report.reasons import REASONS
 from noisygrad.report.study import Study
 from test_report import check_stands_alone
 from test_report_regression import cell_of, paper_source, printed_rows
