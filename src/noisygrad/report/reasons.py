@@ -33,17 +33,17 @@ REASONS: dict[tuple[str, str, str], str] = {
     ("SGD/B", "cifar10", "accuracy"): _SGD_NORM,
     ("SGD/D+B", "cifar10", "accuracy"): _SGD_NORM,
     ("K-FAC", "cifar10", "accuracy"): (
-        "One of two trainings collapsed in its last five epochs, after forty with a loss below 1e-8 and an accuracy of "
-        "84.2 %; the other ended at 84.4 %. Then nothing but the damping is left of the Fisher, and factors are "
-        "renewed every 200 steps only: most likely one bad batch was enough."
+        "One of two trainings collapsed in its last five epochs, after nearly forty with a loss below 1e-8 and an "
+        "accuracy of 84.2 %; the other ended at 84.4 %. Most likely little but the damping was left of the Fisher, and "
+        "one bad batch was enough, since factors are renewed every 200 steps only."
     ),
     ("noisy-Adam", "cifar10", "accuracy"): (
-        "The released trust region is constant, so the mean never settles: on held-out images the accuracy was 82.9 % "
+        "Most likely the mean never settles, since the released trust region is constant: held-out accuracy was 82.9 % "
         "with a step size divided by ten at half and at three quarters of the time."
     ),
     ("noisy-K-FAC/D", "cifar10", "ece"): (
-        "The released prior is too wide here: on held-out images the ECE was 0.020 with a prior variance of 0.03 (0.1 "
-        "here), and 0.028 to 0.034 with two to five times its KL weight."
+        "Likely the released prior is too wide: on held-out images the ECE was 0.020 with a prior variance of 0.03 "
+        "(0.1 here), and 0.028 to 0.034 with two to five times its KL weight; one training each."
     ),
 }
 """By (method, data, metric), such as ("NNG-MVG", "boston", "rmse"): one sentence, with what was tried."""
