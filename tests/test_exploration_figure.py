@@ -49,8 +49,8 @@ def test_the_plan_is_the_papers():
         assert job.config["iterations"] == (40 if job.data == "MountainCar" else 150)
         assert len(job.replicates) <= 10
     assert len(seeds) == 3 * len(METHODS)
-    for (_, method), found in seeds.items():
-        assert sorted(found) == list(range(COMPARED_SEEDS if method in COMPARED else SEEDS))
+    for (task, method), found in seeds.items():
+        assert sorted(found) == list(range(COMPARED_SEEDS[task] if method in COMPARED else SEEDS))
     settings = {job.method: job.config["model"] for job in jobs if "model" in job.config}
     assert (settings[f"{MVG}/released"]["num_data"], settings[f"{MVG}/released"]["noise_std"]) == (5, 5.0)
     assert settings[MVG]["noise_std"] == settings[BBB]["noise_std"]

@@ -62,7 +62,7 @@ class Problem:
     padding: int
     flip: bool
     settings: dict[str, Config] = field(default_factory=dict)
-    """By method, in place of those of CIFAR-10."""
+    """By method, or by method and configuration, in place of the released ones."""
 
 
 _SHORT: dict[str, Config] = {
@@ -71,8 +71,21 @@ _SHORT: dict[str, Config] = {
     **{method: {"fisher_start": "forgotten"} for method in ("K-FAC", "K-FAC+WD", "noisy-Adam", "noisy-K-FAC")},
 }
 """A shallow network bears larger steps, and a short training would end before the Fisher's start has faded."""
+_TWO_DROPS: Config = {"lr_drops": [0.5, 0.75]}
+_CHOSEN: dict[str, Config] = {
+    "SGD/B": {"lr": 0.05},
+    "SGD/D+B": {"lr": 0.05},
+    "BBB": {"kl_weight": 1.0},
+    "BBB/D": {"kl_weight": 0.2, "prior_variance": 0.03},
+    "BBB/D+B": {"kl_weight": 0.2},
+    "K-FAC+WD/D": {"prior_variance": 0.03},
+    "noisy-Adam": _TWO_DROPS,
+    "noisy-Adam/D": {"prior_variance": 0.03},
+    "noisy-K-FAC/D": {"prior_variance": 0.03},
+}
+"""On training images held out (`docs/reproduce.md`)."""
 PROBLEMS = {
-    "cifar10": Problem("VGG16", epochs=150, batch_size=128, padding=4, flip=True),
+    "cifar10": Problem("VGG16", epochs=150, batch_size=128, padding=4, flip=True, settings=_CHOSEN),
     "mnist": Problem("ConvNet", epochs=3, batch_size=128, padding=2, flip=False, settings=_SHORT),
     "digits": Problem("ConvNet", epochs=30, batch_size=32, padding=1, flip=False, settings=_SHORT),
 }
@@ -116,7 +129,9 @@ def plan(
         for method in methods:
             for configuration in configurations:
                 augment, batch_norm = has(configuration, "D"), has(configuration, "B")
-                own = settings(method, configuration) | problem.settings.get(method, {})
+                own = settings(method, configuration)
+                for key in (method, full_name(method, configuration)):
+                    own |= problem.settings.get(key, {})
                 possible = own | (OPTIONAL if "damping" in own else {})
                 check_changes(method, possible, changes or {})
                 config: Config = {

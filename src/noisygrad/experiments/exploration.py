@@ -27,16 +27,14 @@ from noisygrad.experiments.environment import device_name
 from noisygrad.experiments.exploration_conditions import (
     ALONE,
     BLOCKWISE,
-    COMPARED,
-    COMPARED_SEEDS,
     EXPERIMENT,
     ITERATIONS,
     METHODS,
     MORE_METHODS,
     NORM,
     PARTS,
-    SEEDS,
     TUNING,
+    usual_seeds,
 )
 from noisygrad.exploration import (
     MODELS,
@@ -83,7 +81,7 @@ def plan(
     Args:
         tasks: Names of tasks.
         methods: Names of conditions.
-        seeds: How many; by default 20 of those that are compared, 10 of the others.
+        seeds: How many; by default 10, and more of those that are compared.
         iterations: Of TRPO, instead of each task's own number.
         seed: The first one.
         tuning: With seeds that the figure does not use.
@@ -107,7 +105,7 @@ def plan(
             config = _config(method, changes or {})
             config |= {"iterations": iterations or ITERATIONS[task], "batch": _BATCH, "seed": seed}
             config |= {"tuning": True} if tuning else {}
-            count = seeds or (COMPARED_SEEDS if method in COMPARED else SEEDS)
+            count = seeds or usual_seeds(task, method)
             cost = config["iterations"] * _COST.get(method, _MODEL_COST)
             name = named_after(method, changes or {})
             jobs += [

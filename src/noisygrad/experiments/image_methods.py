@@ -40,7 +40,7 @@ class UnknownImageMethodError(ValueError):
 
 
 def settings(method: str, configuration: str) -> Config:
-    """What a method is set to on CIFAR-10; λ, η and c₀ depend on the configuration.
+    """What a method is set to unless a data set has choices of its own; λ, η and c₀ depend on the configuration.
 
     As in the released code, the Fisher keeps what is left of the identity it starts from. Without that, the first
     statistics of the network without batch norm, which are nearly zero, make the noise wider than the weights, and

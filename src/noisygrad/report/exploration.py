@@ -15,8 +15,6 @@ from noisygrad.experiments.exploration_conditions import (
     ALONE,
     BBB,
     BLOCKWISE,
-    COMPARED,
-    COMPARED_SEEDS,
     EXPERIMENT,
     FFG,
     ITERATIONS,
@@ -26,7 +24,7 @@ from noisygrad.experiments.exploration_conditions import (
     NORM,
     PARTS,
     RELEASED,
-    SEEDS,
+    usual_seeds,
 )
 from noisygrad.report.figures import quartile_panels
 from noisygrad.report.page import Page
@@ -244,7 +242,7 @@ def gaps(study: Study, tasks: Sequence[str]) -> list[str]:
     found = []
     for task in tasks:
         for method in METHODS:
-            wanted = COMPARED_SEEDS if method in COMPARED else SEEDS
+            wanted = usual_seeds(task, method)
             count = len(curves(study, method, task))
             if count < wanted:
                 found.append(f"{method} on {task}: {count} of {wanted} seeds")
