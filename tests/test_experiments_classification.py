@@ -54,6 +54,10 @@ def test_every_method_learns_digits(method: str, configuration: str) -> None:
     assert len(figures["contrast_nll"]) == 5
     if method in {"SGD", "K-FAC", "K-FAC+WD"}:
         assert figures["accuracy"] == pytest.approx(figures["accuracy_of_mean_weights"])
+    elif configuration == "D+B":
+        assert figures["accuracy_own_norm"] > 30
+        assert figures["nll_own_norm"] != figures["nll"]
+    assert ("ece_own_norm" in figures) == (configuration == "D+B" and method in {"BBB", "noisy-Adam", "noisy-K-FAC"})
 
 
 def test_a_killed_training_goes_on_at_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

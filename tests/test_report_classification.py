@@ -238,6 +238,13 @@ def test_averages_leave_out_methods_without_a_posterior():
     assert (row["method"], row["configuration"]) == ("noisy-K-FAC", "D")
     assert row["accuracy_of_mean_logits"] == pytest.approx(88.9)
     assert row["gain"] == "+0.90"
+    assert "own norm" not in str(averages_table(study).columns)
+    other = classified(
+        "noisy-K-FAC/B", 0, {"accuracy": 88.0, "accuracy_of_mean_logits": 87.0, "accuracy_own_norm": 89.0}
+    )
+    table = averages_table(study_of(trained("noisy-K-FAC/D", 0, 89.0, 0.02), other))
+    assert table.columns[-1].header == "probabilities, own norm"
+    assert [row["accuracy_own_norm"] for row in table.rows] == [None, 89.0]
     assert averages_table(study_of(trained("K-FAC", 0, 82.0, 0.1))) is None
 
 

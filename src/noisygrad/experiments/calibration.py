@@ -67,6 +67,14 @@ def nll_of_draws(
     return [float(F.cross_entropy(one, labels)) for one in logits]
 
 
+def with_own_norm(
+    posterior: Posterior, images: Tensor, labels: Tensor, normalise: Normalise, samples: int, seen: Tensor
+) -> Figures:
+    """Accuracy (per cent), ece and nll where each draw has the batch statistics that it makes of training images."""
+    logits = _logits(posterior, _unit(images), normalise, samples, normalise(_unit(seen)))
+    return {f"{name}_own_norm": value for name, value in _scores(CategoricalPrediction(logits), labels).items()}
+
+
 def out_of_distribution(
     posterior: Posterior, images: Tensor, strange: Tensor, normalise: Normalise, samples: int
 ) -> Figures:
@@ -122,10 +130,12 @@ def _unit(images: Tensor) -> Tensor:
     return images.float() / 255.0
 
 
-def _logits(posterior: Posterior, images: Tensor, normalise: Normalise, samples: int) -> Tensor:
+def _logits(
+    posterior: Posterior, images: Tensor, normalise: Normalise, samples: int, norm_data: Tensor | None = None
+) -> Tensor:
     # The same draws for all that a posterior is asked, so that differences are the images'.
     generator = torch.Generator(images.device).manual_seed(0)
-    return posterior.outputs(normalise(images), samples, batch_size=_BATCH, generator=generator)
+    return posterior.outputs(normalise(images), samples, batch_size=_BATCH, norm_data=norm_data, generator=generator)
 
 
 def _right(logits: Tensor, labels: Tensor) -> float:

@@ -30,6 +30,7 @@ from noisygrad.experiments.calibration import (
     nll_of_draws,
     out_of_distribution,
     under_corruption,
+    with_own_norm,
 )
 from noisygrad.experiments.cells import Cell, Job
 from noisygrad.experiments.changes import check_changes, named_after
@@ -46,7 +47,7 @@ VALIDATION = "classification-validation"
 """The same on training images held out: settings are chosen there, and the test images stay unseen."""
 _HELD_OUT = 0.1
 _SOME = 1000
-"""So many training images say how well each draw of the weights fits them."""
+"""So many training images say how well each draw of the weights fits them, and what its batch statistics are."""
 DATA = ("cifar10", "mnist", "digits")
 
 Report = Callable[[float, str], None]
@@ -359,6 +360,9 @@ class Learning:
             found |= by_draws(posterior, self.x_test, self.y_test, self.normalise)
             some = self.x_train[:_SOME], self.y_train[:_SOME]
             found["train_nll_of_draws"] = nll_of_draws(posterior, *some, self.normalise, samples)
+        if samples > 1 and self.config["batch_norm"]:
+            seen = self.x_train[:_SOME]
+            found |= with_own_norm(posterior, self.x_test, self.y_test, self.normalise, samples, seen)
         if strange is not None:
             others = torch.from_numpy(strange).to(self.device)
             found |= out_of_distribution(posterior, self.x_test, others, self.normalise, samples)

@@ -17,7 +17,7 @@ from noisygrad.curvature.passes import MatrixPass, Pass
 from noisygrad.curvature.summaries import MomentSummary, SquareSummary
 from noisygrad.curvature.units import Unit
 from noisygrad.families import dense, diagonal, kronecker, tridiagonal
-from noisygrad.families.base import Prior, Statistics, is_thin, thin
+from noisygrad.families.base import Prior, Statistics, is_thin, joined, thin
 
 Family = Literal["diagonal", "kronecker", "tridiagonal", "full"]
 LARGE = 100_000
@@ -125,8 +125,8 @@ class Block:
             of_cpu = next(iter(current.tensors().values())).device.type == "cpu"
             mine = {unit.name: passes[unit.name].square_sums for unit in seen}
             found = side_by_side(list(mine.values()), when=of_cpu and self.size >= LARGE)
-            joined = self._joined(dict(zip(mine, found, strict=True)))
-            return diagonal.Statistics(joined.div_(passes[seen[0].name].examples))
+            sums = self._joined(dict(zip(mine, found, strict=True)))
+            return diagonal.Statistics(sums.div_(passes[seen[0].name].examples))
         if self.family == "full" and seen:
             return dense.Statistics.measure(self._joined({unit.name: [passes[unit.name].rows()] for unit in seen}))
         if not seen:
@@ -178,13 +178,13 @@ class Block:
         like = next(iter(pieces.values()))[0]
         found = [pieces.get(unit.name) or [like.new_zeros(*like.shape[:-1], unit.size)] for unit in self.units]
         if not any(unit.lies_apart for unit in self.units):
-            return _cat([piece for several in found for piece in several])
+            return joined([piece for several in found for piece in several])
         whole = like.new_empty(*like.shape[:-1], self.size)
         places = whole.split([unit.size for unit in self.units], dim=-1)
         pairs = [
             pair
             for unit, place, several in zip(self.units, places, found, strict=True)
-            for pair in unit.paired(place, _cat(several))
+            for pair in unit.paired(place, joined(several))
         ]
         torch._foreach_copy_([mine for mine, _ in pairs], [theirs for _, theirs in pairs])
         return whole
@@ -213,7 +213,3 @@ class Block:
         if self.family == "kronecker":
             return kronecker.Prior.from_columns(columns[0], self.units[0].outputs)
         return tridiagonal.Prior.from_columns(columns, [unit.outputs for unit in self.units])
-
-
-def _cat(pieces: Sequence[Tensor]) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), dim=-1)

@@ -7,8 +7,9 @@ in nats. Conventions: `docs/conventions.md`.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from noisygrad.posterior.blocks import Block, Family
 from noisygrad.posterior.coverage import Coverage
 from noisygrad.posterior.faults import naming_layers
 from noisygrad.posterior.files import save_posterior
+from noisygrad.posterior.normalisation import own_statistics, running_norms
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import LARGEST_DENSE, Structure, parameter_order
 from noisygrad.posterior.weights import FlatWeights, evaluating
@@ -197,7 +199,7 @@ class Posterior:
         with evaluating(self.model):
             for x, y in loader:
                 for weights in draws:
-                    output = self._forward(weights, self._moved(x))
+                    output = self._forward(weights, self._buffers, self._moved(x))
                     target = self._moved(y)
                     self.likelihood.check(output, target)
                     total = total - self.likelihood.log_prob(output, target).sum(dim=-1)
@@ -213,13 +215,22 @@ class Posterior:
         num_samples: int = 100,
         *,
         batch_size: int | None = None,
+        norm_data: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Prediction:
         """What the model says of `x`, averaged over `num_samples` draws of the weights, in evaluation mode.
 
-        Every batch of `batch_size` examples sees the same draws. A point estimate needs, and uses, one draw.
+        Args:
+            x: Inputs.
+            num_samples: Draws of the weights. A point estimate needs, and uses, one.
+            batch_size: Examples at a time; every batch sees the same draws.
+            norm_data: Inputs of the training set, a few hundred or more, for a model with batch normalisation: each
+                draw is then normalised by the statistics that it has on them, as in training, and not by the
+                running ones, which are averages over draws. Mean-field posteriors often need it.
+            generator: Of the draws.
         """
-        return self.likelihood.predictive(self.outputs(x, num_samples, batch_size=batch_size, generator=generator))
+        outputs = self.outputs(x, num_samples, batch_size=batch_size, norm_data=norm_data, generator=generator)
+        return self.likelihood.predictive(outputs)
 
     @torch.no_grad()
     def outputs(
@@ -228,23 +239,38 @@ class Posterior:
         num_samples: int = 100,
         *,
         batch_size: int | None = None,
+        norm_data: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """The network's raw outputs for each draw, `[num_samples, *replicas, batch, ...]`."""
+        """The network's raw outputs for each draw, `[num_samples, *replicas, batch, ...]`; else as `predict`."""
         num_samples = _positive("num_samples", num_samples) if self._precisions else 1
-        _check_tensor(x)
-        dim = 0 if x.dim() <= 2 else len(self.structure.replicas)
-        parts = x.split(_positive("batch_size", batch_size), dim=dim) if batch_size is not None else (x,)
+        parts, norm_parts = self._parts(x, batch_size), None
+        if norm_data is not None:
+            if not running_norms(self.model):
+                raise ValueError("norm_data is for batch normalisation, and the model has none with running statistics")
+            norm_parts = self._parts(norm_data, batch_size)
         lead = len(self.structure.replicas)
         with evaluating(self.model):
             draws = []
             for _ in range(num_samples):
-                weights = self._as_dict(self._draw(generator))
-                draws.append(torch.cat([self._forward(weights, self._moved(part)) for part in parts], dim=lead))
+                weights, buffers = self._as_dict(self._draw(generator)), self._buffers
+                if norm_parts is not None:
+                    forward = partial(self._forward, weights)
+                    buffers = own_statistics(self.model, buffers, map(self._moved, norm_parts), forward)
+                outputs = [self._forward(weights, buffers, self._moved(part)) for part in parts]
+                draws.append(torch.cat(outputs, dim=lead))
         return torch.stack(draws)
 
-    def _forward(self, weights: dict[str, Tensor], x: Tensor) -> Tensor:
-        output = functional_call(self.model, (weights, self._buffers), (x,))
+    def _parts(self, x: Tensor, batch_size: int | None) -> tuple[Tensor, ...]:
+        """Batches of about the same size, of at most so many examples."""
+        _check_tensor(x)
+        if batch_size is None:
+            return (x,)
+        dim = 0 if x.dim() <= 2 else len(self.structure.replicas)
+        return x.tensor_split(max(1, math.ceil(x.shape[dim] / _positive("batch_size", batch_size))), dim=dim)
+
+    def _forward(self, weights: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
+        output = functional_call(self.model, (weights, buffers), (x,))
         if not isinstance(output, Tensor):
             raise TypeError(f"the model must return one tensor, got {type(output).__name__}")
         return output

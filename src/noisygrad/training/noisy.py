@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from noisygrad.families import dense, diagonal, kronecker, tridiagonal
-from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
+from noisygrad.families.base import DampingMode, Precision, Prior, Statistics, joined
 from noisygrad.families.factorisation import FactorisationError, unchecked
 from noisygrad.families.kl import kl_divergence
 from noisygrad.families.kronecker import second_moment
@@ -159,7 +159,7 @@ class NoisyLearner(VariationalLearner):
             sampler.sample(part.transpose(0, 1)).transpose(0, 1)
             for sampler, part in zip(self.samplers, self._split(noise), strict=True)
         ]
-        return torch.add(self.mean.unsqueeze(1), _joined(spread), alpha=self._scale)
+        return torch.add(self.mean.unsqueeze(1), joined(spread), alpha=self._scale)
 
     @torch.no_grad()
     def step_(self, x: Tensor, y: Tensor, noise: Mapping[str, Tensor]) -> None:
@@ -260,7 +260,7 @@ class NoisyLearner(VariationalLearner):
         """μ ← μ − α̃ P⁻¹ m̂, with the bias-corrected momentum m̂."""
         corrected = self.momentum / (1.0 - self.momentum_power)
         parts = [p.solve(v) for p, v in zip(self._steppers, self._split(corrected), strict=True)]
-        step = _joined(parts)
+        step = joined(parts)
         rate = (self.settings.lr * self.anneal).expand_as(self.clipped)
         if self.settings.kl_clip is not None:
             # gᵀ v = vᵀ P v, what a step of size 1 would change the predictions by, in nats for each example.
@@ -305,7 +305,3 @@ def _blocks(network: Perceptrons, family: Family) -> list[tuple[int, ...]]:
     """The layers of each block: one each for Kronecker factors, else one block of all."""
     layers = tuple(range(len(network.shapes)))
     return [(layer,) for layer in layers] if family == "kronecker" else [layers]
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-1)
