@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from numbers import Integral
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from noisygrad.distributed import Ranks
 from noisygrad.families.factorisation import capturing
 
+PARTS, LARGE = 8, 1_000_000
+"""A row of so many numbers is drawn in so many parts."""
 BETWEEN_RANKS = 1_000_003
 """Between the seeds of neighbouring ranks, so that they do not meet those of neighbouring replicas."""
 
@@ -45,7 +48,24 @@ def fill_normal_(noise: Tensor, generators: Sequence[torch.Generator]) -> None:
     """Standard normal numbers into `[*replicas, n]`, each replica's from its own generator."""
     rows = noise.view(len(generators), -1) if len(generators) > 1 else (noise,)
     for row, generator in zip(rows, generators, strict=True):
-        row.normal_(generator=generator)
+        if row.device.type == "cpu" and row.numel() >= LARGE:
+            _fill_in_parts_(row, generator)
+        else:
+            row.normal_(generator=generator)
+
+
+def _fill_in_parts_(row: Tensor, generator: torch.Generator) -> None:
+    """The same for a long row on a CPU, where a generator keeps one core busy: each part has a generator of its own.
+
+    There are as many parts on every machine, so that a seed means the same numbers however many threads there are.
+    """
+    seeds = torch.randint(2**32, (PARTS,), generator=generator).tolist()
+
+    def fill(part: Tensor, seed: int) -> None:
+        part.normal_(generator=torch.Generator().manual_seed(seed))
+
+    with ThreadPoolExecutor(min(PARTS, torch.get_num_threads())) as pool:
+        list(pool.map(fill, row.chunk(PARTS), seeds))
 
 
 @contextmanager
