@@ -41,6 +41,13 @@ def test_no_two_parts_are_alike() -> None:
     assert float(correlations.abs().max()) < 0.5
 
 
+def test_a_lone_replica_draws_what_a_lone_training_does() -> None:
+    alone, replica = torch.empty(LARGE), torch.empty(1, LARGE)
+    for noise in (alone, replica):
+        fill_normal_(noise, [torch.Generator().manual_seed(3)])
+    assert torch.equal(alone, replica[0])
+
+
 def test_short_rows_are_drawn_as_they_are() -> None:
     noise = torch.empty(100)
     fill_normal_(noise, [torch.Generator().manual_seed(0)])

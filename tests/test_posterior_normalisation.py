@@ -66,11 +66,69 @@ def test_wide_draws_need_their_own_statistics():
     torch.testing.assert_close(prediction.probs, own.softmax(-1).mean(0))
 
 
-def test_without_batch_normalisation_the_argument_is_refused():
-    for norm in (nn.LayerNorm(3), nn.BatchNorm1d(3, track_running_stats=False)):
+def convolutional(norm=nn.BatchNorm2d):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3),
+        norm(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3),
+        norm(4, affine=False),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+    )
+    x, y = torch.randn(40, 2, 6, 6) + 1.0, torch.randint(3, (40,))
+    optimizer = ng.NoisyKFAC(model, ng.Categorical(), num_data=40, lr=0.01, seed=0)
+    for _ in range(3):
+        optimizer.step(lambda: (model(x), y))
+    return model, optimizer.posterior(), x
+
+
+def test_batches_of_images_are_averaged_layer_by_layer(tmp_path):
+    """Each layer's statistics are the mean over batches, whose examples are every third one: data may be sorted."""
+    model, posterior, x = convolutional()
+    (found,) = posterior.outputs(x[:5], 1, norm_data=x, batch_size=16, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for name, tensor in posterior.sample(torch.Generator().manual_seed(1)).items():
+            model.get_parameter(name).copy_(tensor)
+        for norm in (model[1], model[4]):
+            norm.reset_running_stats()
+            norm.momentum = None
+        for part in (x[0::3], x[1::3], x[2::3]):
+            model.train()(part)
+        torch.testing.assert_close(found, model.eval()(x[:5]), rtol=1e-4, atol=1e-5)
+    posterior.save(tmp_path / "p.safetensors")
+    loaded = ng.load_posterior(tmp_path / "p.safetensors", convolutional()[0])
+    again = loaded.outputs(x[:5], 1, norm_data=x, batch_size=16, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(again[0], found)
+
+
+def test_after_an_error_the_layers_are_as_before():
+    model, posterior, x = convolutional()
+    with pytest.raises(RuntimeError):
+        posterior.predict(x, 2, norm_data=x[:, :1])
+    assert [norm.momentum for norm in (model[1], model[4])] == [0.1, 0.1]
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize(("count", "batch_size"), [(2, 1), (3, 2), (5, 1), (7, 3)])
+def test_no_batch_is_of_one_example(count: int, batch_size: int):
+    _, posterior, x, _ = fitted(steps=1)
+    outputs = posterior.outputs(x[:4], 2, norm_data=x[:count], batch_size=batch_size)
+    assert outputs.isfinite().all()
+
+
+def test_what_has_no_statistics_is_refused():
+    frozen = nn.BatchNorm1d(3)
+    frozen.track_running_stats = False
+    for norm in (nn.LayerNorm(3), nn.BatchNorm1d(3, track_running_stats=False), frozen):
         model = nn.Sequential(nn.Linear(2, 3), norm, nn.Linear(3, 2))
         posterior = ng.NoisyAdam(model, ng.Categorical(), num_data=4, seed=0).posterior()
         with pytest.raises(ValueError, match="norm_data is for batch normalisation"):
             posterior.predict(torch.zeros(4, 2), 2, norm_data=torch.zeros(4, 2))
+    _, posterior, x, _ = fitted(steps=1)
+    for data in (x[:0], x[:1]):
+        with pytest.raises(ValueError, match=f"at least two examples to have statistics, got {len(data)}"):
+            posterior.predict(x, 2, norm_data=data, batch_size=10)
     with pytest.raises(TypeError, match="data must be tensors"):
-        fitted(steps=1)[1].predict(torch.zeros(4, 4), 2, norm_data=[[0.0] * 4])
+        posterior.predict(x, 2, norm_data=[[0.0] * 4])

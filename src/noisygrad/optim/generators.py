@@ -46,8 +46,7 @@ def part_generators_(generators: Sequence[torch.Generator], saved: int, ranks: R
 
 def fill_normal_(noise: Tensor, generators: Sequence[torch.Generator]) -> None:
     """Standard normal numbers into `[*replicas, n]`, each replica's from its own generator."""
-    rows = noise.view(len(generators), -1) if len(generators) > 1 else (noise,)
-    for row, generator in zip(rows, generators, strict=True):
+    for row, generator in zip(noise.view(len(generators), -1), generators, strict=True):
         if row.device.type == "cpu" and row.numel() >= LARGE:
             _fill_in_parts_(row, generator)
         else:
@@ -59,10 +58,11 @@ def _fill_in_parts_(row: Tensor, generator: torch.Generator) -> None:
 
     There are as many parts on every machine, so that a seed means the same numbers however many threads there are.
     """
-    seeds = torch.randint(2**32, (PARTS,), generator=generator).tolist()
+    # A generator on a CPU knows 32 bits of its seed. In a long training a few of its parts are drawn twice: no harm.
+    seeds = torch.randint(2**32, (PARTS,), generator=generator, device=row.device).tolist()
 
     def fill(part: Tensor, seed: int) -> None:
-        part.normal_(generator=torch.Generator().manual_seed(seed))
+        part.normal_(generator=torch.Generator(row.device).manual_seed(seed))
 
     with ThreadPoolExecutor(min(PARTS, torch.get_num_threads())) as pool:
         list(pool.map(fill, row.chunk(PARTS), seeds))

@@ -6,6 +6,7 @@ factorised posterior do, they fit none of them: in training each draw is normali
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -13,18 +14,45 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from noisygrad.distributed import processes
+
 
 def running_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """The layers of batch normalisation that keep running statistics, by name."""
-    return {
+    """The layers of batch normalisation that keep running statistics, by name.
+
+    Raises:
+        ValueError: There are none, or they would wait for other processes.
+    """
+    norms = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and module.running_mean is not None
+        if isinstance(module, _BatchNorm) and module.running_mean is not None and module.track_running_stats
     }
+    if not norms:
+        raise ValueError("norm_data is for batch normalisation, and the model has none with running statistics")
+    if processes().size > 1 and any(isinstance(norm, nn.SyncBatchNorm) for norm in norms.values()):
+        raise ValueError(
+            "norm_data cannot be used with SyncBatchNorm in several processes, whose draws are not the same. Load the "
+            "posterior in one process, into a model with BatchNorm"
+        )
+    return norms
+
+
+def norm_batches(data: Tensor, batch_size: int | None, dim: int) -> list[Tensor]:
+    """The examples in batches of nearly the same size, at least two in each: every k-th one, in case they are sorted.
+
+    Raises:
+        ValueError: There are fewer than two.
+    """
+    count = data.shape[dim] if data.dim() > dim else 0
+    if count < 2:
+        raise ValueError(f"norm_data must have at least two examples to have statistics, got {count}")
+    batches = 1 if batch_size is None else min(math.ceil(count / batch_size), count // 2)
+    return [data[(slice(None),) * dim + (slice(first, None, batches),)] for first in range(batches)]
 
 
 def own_statistics(
-    model: nn.Module,
+    norms: Mapping[str, _BatchNorm],
     buffers: Mapping[str, Tensor],
     parts: Iterable[Tensor],
     forward: Callable[[dict[str, Tensor], Tensor], Tensor],
@@ -32,13 +60,12 @@ def own_statistics(
     """The model's buffers with the statistics of these inputs in place of the running ones.
 
     Args:
-        model: In evaluation mode, and so again afterwards.
-        buffers: All buffers by name; they stay as they are.
-        parts: Batches of inputs, of the same size or nearly so, since each counts the same.
+        norms: The model's, from `running_norms`; they are afterwards as before.
+        buffers: All buffers of the model by name; they stay as they are.
+        parts: Batches of inputs, of nearly the same size, since each counts the same.
         forward: Runs the model with the draw's weights and the buffers that it is given, and updates these in place.
     """
     own = dict(buffers)
-    norms = running_norms(model)
     for name in norms:
         prefix = f"{name}." if name else ""
         for buffer, start in (("running_mean", 0), ("running_var", 1), ("num_batches_tracked", 0)):

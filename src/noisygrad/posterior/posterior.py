@@ -7,7 +7,6 @@ in nats. Conventions: `docs/conventions.md`.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from numbers import Integral
@@ -25,7 +24,7 @@ from noisygrad.posterior.blocks import Block, Family
 from noisygrad.posterior.coverage import Coverage
 from noisygrad.posterior.faults import naming_layers
 from noisygrad.posterior.files import save_posterior
-from noisygrad.posterior.normalisation import own_statistics, running_norms
+from noisygrad.posterior.normalisation import norm_batches, own_statistics, running_norms
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import LARGEST_DENSE, Structure, parameter_order
 from noisygrad.posterior.weights import FlatWeights, evaluating
@@ -224,9 +223,10 @@ class Posterior:
             x: Inputs.
             num_samples: Draws of the weights. A point estimate needs, and uses, one.
             batch_size: Examples at a time; every batch sees the same draws.
-            norm_data: Inputs of the training set, a few hundred or more, for a model with batch normalisation: each
-                draw is then normalised by the statistics that it has on them, as in training, and not by the
-                running ones, which are averages over draws. Mean-field posteriors often need it.
+            norm_data: Some hundred inputs of the training set, drawn at random, for a model with batch normalisation:
+                each draw is then normalised by the statistics that it has on them (the mean over batches of
+                `batch_size`), as in training, and not by the running ones, which are averages over draws and may
+                fit none of a wide posterior's. That goes for layers whose running statistics you have frozen, too.
             generator: Of the draws.
         """
         outputs = self.outputs(x, num_samples, batch_size=batch_size, norm_data=norm_data, generator=generator)
@@ -244,30 +244,28 @@ class Posterior:
     ) -> Tensor:
         """The network's raw outputs for each draw, `[num_samples, *replicas, batch, ...]`; else as `predict`."""
         num_samples = _positive("num_samples", num_samples) if self._precisions else 1
-        parts, norm_parts = self._parts(x, batch_size), None
+        _check_tensor(x)
+        size = None if batch_size is None else _positive("batch_size", batch_size)
+        parts = x.split(size, dim=self._examples_dim(x)) if size is not None else (x,)
+        norms, norm_parts = {}, []
         if norm_data is not None:
-            if not running_norms(self.model):
-                raise ValueError("norm_data is for batch normalisation, and the model has none with running statistics")
-            norm_parts = self._parts(norm_data, batch_size)
+            _check_tensor(norm_data)
+            norms = running_norms(self.model)
+            norm_parts = norm_batches(norm_data, size, self._examples_dim(norm_data))
         lead = len(self.structure.replicas)
         with evaluating(self.model):
             draws = []
             for _ in range(num_samples):
                 weights, buffers = self._as_dict(self._draw(generator)), self._buffers
-                if norm_parts is not None:
+                if norms:
                     forward = partial(self._forward, weights)
-                    buffers = own_statistics(self.model, buffers, map(self._moved, norm_parts), forward)
+                    buffers = own_statistics(norms, buffers, map(self._moved, norm_parts), forward)
                 outputs = [self._forward(weights, buffers, self._moved(part)) for part in parts]
                 draws.append(torch.cat(outputs, dim=lead))
         return torch.stack(draws)
 
-    def _parts(self, x: Tensor, batch_size: int | None) -> tuple[Tensor, ...]:
-        """Batches of about the same size, of at most so many examples."""
-        _check_tensor(x)
-        if batch_size is None:
-            return (x,)
-        dim = 0 if x.dim() <= 2 else len(self.structure.replicas)
-        return x.tensor_split(max(1, math.ceil(x.shape[dim] / _positive("batch_size", batch_size))), dim=dim)
+    def _examples_dim(self, x: Tensor) -> int:
+        return 0 if x.dim() <= 2 else len(self.structure.replicas)
 
     def _forward(self, weights: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
         output = functional_call(self.model, (weights, buffers), (x,))
