@@ -46,8 +46,9 @@ def part_generators_(generators: Sequence[torch.Generator], saved: int, ranks: R
 
 def fill_normal_(noise: Tensor, generators: Sequence[torch.Generator]) -> None:
     """Standard normal numbers into `[*replicas, n]`, each replica's from its own generator."""
-    for row, generator in zip(noise.view(len(generators), -1), generators, strict=True):
-        if row.device.type == "cpu" and row.numel() >= LARGE:
+    rows = noise.view(len(generators), -1).unbind() if len(generators) > 1 else (noise.view(-1),)
+    for row, generator in zip(rows, generators, strict=True):
+        if row.numel() >= LARGE and row.device.type == "cpu":
             _fill_in_parts_(row, generator)
         else:
             row.normal_(generator=generator)
