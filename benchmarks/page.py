@@ -18,11 +18,9 @@ HEAD = """# Step times
 Made by `benchmarks/page.py` from the files that `benchmarks/run.py` left in `results/`. Every method trains the same
 network on the same batch; rounds of all methods are interleaved in one run and the median is taken, so look at the
 ratios. Statistics are taken every 10 steps and factors made every 200, and both are part of the mean step. On a CPU
-the ratio of NoisyAdam to IVON changes from run to run and from day to day: of the code that made the figures below,
-five runs of VGG16 gave 0.98 to 1.00 and four of the MLP 0.97 to 0.99; on another day two runs of both gave 1.01 and
-1.03, 0.98 and 0.99. The code has changed since, to keep less in a GPU's memory: on a CPU three runs on that other day
-gave 1.01, 1.01 and 1.03, and 0.99, 1.00 and 0.95. A shorter look at VGG16 on a third day gave 1.04 of the present
-code and 0.99 of that of the figures below. So the two are level on a CPU. On the GPU all
+NoisyAdam and IVON are nearly level, and short runs of them differ by up to 3 %: five of VGG16 gave 0.98 to 1.02
+and six of the MLP 0.97 to 1.01, of code that changed little in between; the figures below are the last of them. Two
+long runs of these two alone gave 0.99 and 0.99 (41 and 61 rounds, `results/ivon-cpu.json`). On the GPU all
 methods have images in channels-last order and TF32
 products; captured steps are CUDA graphs (all but K-FAC's refreshes), bf16 ones have a network in bfloat16. Eager steps
 there wait for the host, and hosts differ: of older code, four runs of NoisyAdam on two of them gave 1.24, 1.46, 1.34
