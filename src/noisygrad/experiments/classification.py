@@ -12,7 +12,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,7 @@ from noisygrad.experiments.changes import check_changes, named_after
 from noisygrad.experiments.configurations import BF16, CONFIGURATIONS, LEARNED_NORM, full_name, has
 from noisygrad.experiments.environment import device_name
 from noisygrad.experiments.image_methods import METHODS, OPTIONAL, Config, Trainer, make_trainer, settings
+from noisygrad.experiments.image_problems import PROBLEMS
 from noisygrad.networks import VGG16, ConvNet
 from noisygrad.training.augmentation import random_crop
 from noisygrad.training.history import EpochRecord, History
@@ -51,54 +52,6 @@ _SOME = 1000
 DATA = ("cifar10", "mnist", "digits")
 
 Report = Callable[[float, str], None]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What depends on the data set: the network, how long it is trained, what an augmented image is, other settings."""
-
-    network: str
-    epochs: int
-    batch_size: int
-    padding: int
-    flip: bool
-    settings: dict[str, Config] = field(default_factory=dict)
-    """By method, in place of its usual ones (`image_methods.settings`)."""
-    choices: dict[tuple[str, str], Config] = field(default_factory=dict)
-    """By method and configuration, in place of those."""
-
-
-_SHORT: dict[str, Config] = {
-    "SGD": {"lr": 0.05},
-    "BBB": {"lr": 1e-3, "initial_std": 0.01},
-    **{method: {"fisher_start": "forgotten"} for method in ("K-FAC", "K-FAC+WD", "noisy-Adam", "noisy-K-FAC")},
-}
-"""A shallow network bears larger steps, and a short training would end before the Fisher's start has faded."""
-_CHOSEN: dict[tuple[str, str], Config] = {
-    ("SGD", "B"): {"lr": 0.05},
-    ("SGD", "D+B"): {"lr": 0.05},
-    ("BBB", "plain"): {"kl_weight": 1.0},
-    ("BBB", "D"): {"kl_weight": 0.2, "prior_variance": 0.03},
-    ("BBB", "B"): {"kl_weight": 1.0},
-    ("BBB", "D+B"): {"kl_weight": 0.2},
-    ("K-FAC+WD", "D"): {"prior_variance": 0.03},
-    ("noisy-Adam", "D"): {"prior_variance": 0.03},
-    ("noisy-K-FAC", "D"): {"prior_variance": 0.03},
-}
-"""On CIFAR-10. `docs/reproduce.md` says which were tried on training images held out, and which follow from others."""
-PROBLEMS = {
-    "cifar10": Problem(
-        "VGG16",
-        epochs=150,
-        batch_size=128,
-        padding=4,
-        flip=True,
-        settings={"noisy-Adam": {"lr_drops": [0.5, 0.75]}},
-        choices=_CHOSEN,
-    ),
-    "mnist": Problem("ConvNet", epochs=3, batch_size=128, padding=2, flip=False, settings=_SHORT),
-    "digits": Problem("ConvNet", epochs=30, batch_size=32, padding=1, flip=False, settings=_SHORT),
-}
 
 
 def plan(
