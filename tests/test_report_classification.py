@@ -246,6 +246,8 @@ def test_averages_leave_out_methods_without_a_posterior():
     assert table.columns[-1].header == "probabilities, own norm"
     assert [row["accuracy_own_norm"] for row in table.rows] == [None, 89.0]
     assert averages_table(study_of(trained("K-FAC", 0, 82.0, 0.1))) is None
+    rounded = {"accuracy": 82.0, "accuracy_of_mean_weights": 82.01}  # of the same network, by other kernels
+    assert averages_table(study_of(classified("K-FAC", 0, rounded, config={"test_samples": 1}))) is None
 
 
 def test_draws_are_counted_in_the_mean_over_seeds():

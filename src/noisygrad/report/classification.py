@@ -187,7 +187,8 @@ def averages_table(study: Study) -> Table | None:
             metrics = (ACCURACY, _LOGITS, _WEIGHTS, _OWN_NORM)
             found = {metric.key: study.estimate(method, _DATA, metric) for metric in metrics}
             means = {key: None if estimate is None else estimate.mean for key, estimate in found.items()}
-            if len({value for value in means.values() if value is not None}) < 2:
+            alone = all(cell.config.get("test_samples") == 1 for cell in study.of(method, _DATA))
+            if alone or len({value for value in means.values() if value is not None}) < 2:
                 continue  # a method without a posterior has nothing to average
             own, plain = means[ACCURACY.key], means[_WEIGHTS.key]
             gain = None if own is None or plain is None else signed(own - plain)
