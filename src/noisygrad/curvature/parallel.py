@@ -1,4 +1,4 @@
-"""Layers side by side on a CPU, each on one core: their threads then never wait for each other."""
+"""Pieces of work side by side on a CPU, each on one core: their threads then never wait for each other."""
 
 from __future__ import annotations
 

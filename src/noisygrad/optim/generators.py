@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from numbers import Integral
 
 import torch
 from torch import Tensor
 
+from noisygrad.curvature.parallel import side_by_side
 from noisygrad.distributed import Ranks
 from noisygrad.families.factorisation import capturing
 
@@ -65,8 +66,7 @@ def _fill_in_parts_(row: Tensor, generator: torch.Generator) -> None:
     def fill(part: Tensor, seed: int) -> None:
         part.normal_(generator=torch.Generator(row.device).manual_seed(seed))
 
-    with ThreadPoolExecutor(min(PARTS, torch.get_num_threads())) as pool:
-        list(pool.map(fill, row.chunk(PARTS), seeds))
+    side_by_side([partial(fill, part, seed) for part, seed in zip(row.chunk(PARTS), seeds, strict=True)])
 
 
 @contextmanager
