@@ -18,9 +18,9 @@ HEAD = """# Step times
 Made by `benchmarks/page.py` from the files that `benchmarks/run.py` left in `results/`. Every method trains the same
 network on the same batch; rounds of all methods are interleaved in one run and the median is taken, so look at the
 ratios. Statistics are taken every 10 steps and factors made every 200, and both are part of the mean step. On a CPU
-NoisyAdam and IVON are nearly level, and short runs of them differ by up to 3 %: five of VGG16 gave 0.98 to 1.02
-and six of the MLP 0.97 to 1.01, of code that changed little in between; the figures below are the last of them. Two
-long runs of these two alone gave 0.99 and 0.99 (41 and 61 rounds, `results/ivon-cpu.json`). On the GPU all
+NoisyAdam and IVON are level as far as we can tell: nine runs of VGG16 gave 0.98 to 1.02 and six of the MLP 0.97 to
+1.01, of code that changed little in between; the figures below are one of them. One longer run of the two alone for
+each network, begun after most of those, gave {vgg16:.2f} and {mlp:.2f} (41 and 61 rounds, `results/ivon-cpu.json`). On the GPU all
 methods have images in channels-last order and TF32
 products; captured steps are CUDA graphs (all but K-FAC's refreshes), bf16 ones have a network in bfloat16. Eager steps
 there wait for the host, and hosts differ: of older code, four runs of NoisyAdam on two of them gave 1.24, 1.46, 1.34
@@ -34,7 +34,8 @@ NAMES = {"mlp": "MLP 13-50-1, batch 10", "vgg16": "the paper's VGG16, batch 128"
 
 def page() -> str:
     """The whole page."""
-    parts = [HEAD]
+    pair = json.loads((ROOT / "results" / "ivon-cpu.json").read_text())["seconds_per_step"]
+    parts = [HEAD.format(**{name: row["NoisyAdam"]["step"] / row["IVON"]["step"] for name, row in pair.items()})]
     for path in sorted((ROOT / "results").glob("benchmark-*.json")):
         record = json.loads(path.read_text())
         versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
