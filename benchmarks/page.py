@@ -20,8 +20,8 @@ network on the same batch; rounds of all methods are interleaved in one run and 
 ratios. Statistics are taken every 10 steps and factors made every 200, and both are part of the mean step. On a CPU
 NoisyAdam and IVON are level as far as we can tell: nine runs of VGG16 gave 0.98 to 1.02 and six of the MLP 0.97 to
 1.01, of code that changed little in between; the figures below are one of them. One longer run of the two alone for
-each network, begun after most of those, gave {vgg16:.2f} and {mlp:.2f} (41 and 61 rounds, `results/ivon-cpu.json`). On the GPU all
-methods have images in channels-last order and TF32
+each network, begun after most of those, gave {vgg16:.2f} and {mlp:.2f} (41 and 61 rounds, `results/ivon-cpu.json`).
+On the GPU all methods have images in channels-last order and TF32
 products; captured steps are CUDA graphs (all but K-FAC's refreshes), bf16 ones have a network in bfloat16. Eager steps
 there wait for the host, and hosts differ: of older code, four runs of NoisyAdam on two of them gave 1.24, 1.46, 1.34
 and 1.31 × SGD, a fifth, with less work on the host, 1.28; the one below came after another such saving. All were 0.80
