@@ -15,8 +15,7 @@ from noisygrad.curvature.convolution import ConvolutionPass, PatchedPass, patche
 from noisygrad.curvature.fisher import fisher_passes
 from noisygrad.curvature.layers import find_layer, find_units
 from noisygrad.curvature.passes import MatrixPass, sum_of_squared_products
-from noisygrad.families.kronecker import second_moment
-from noisygrad.families.moments import LARGE, gram
+from noisygrad.families.moments import LARGE, gram, second_moment
 from truth import close
 
 IMAGES = {"even": (6, 8), "odd": (5, 7), "narrow": (1, 6), "tiny": (2, 2), "one pixel": (1, 1)}

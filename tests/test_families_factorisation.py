@@ -15,6 +15,7 @@ from torch import Tensor
 
 from noisygrad.families import dense, diagonal, kronecker, tridiagonal
 from noisygrad.families.factorisation import FactorisationError, condition_number, inverse_root, symmetric_eigh
+from noisygrad.families.moments import second_moment
 from test_families_algebra import (
     CASES,
     chain_prior,
@@ -46,7 +47,7 @@ def test_second_moment_is_that_of_rows_with_a_one(seed: int, p: int, q: int, bor
     ones = torch.ones(2, 3, 4, 1, dtype=torch.float64)
     rows = [torch.cat([x, ones], -1) if c else x for x, c in zip((left, right), borders, strict=True)]
     expected = torch.einsum("nbtp,nbtq->npq", *rows) / 12
-    torch.testing.assert_close(kronecker.second_moment(left, right, *borders), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(second_moment(left, right, *borders), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_one_datum_without_sharing_has_the_exact_fisher() -> None:

@@ -122,7 +122,8 @@ class PatchedPass(MatrixPass):
             mean = part.input_moment()
             return mean if part.examples == self.examples else mean.mul_(part.examples / self.examples)
 
-        return self._sum_of_parts(share, self._patch_size * self.gradients.shape[1])
+        # Half as many patches as per-example gradients keep a GPU busy.
+        return self._sum_of_parts(share, 2 * self._patch_size * self.gradients.shape[1])
 
     def _by_kernel(self) -> Tensor | None:
         if len(self._module.kernel_size) > 2:

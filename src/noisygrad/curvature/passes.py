@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from noisygrad.curvature import kernels
+from noisygrad.families import kronecker, packed
 from noisygrad.families.factorisation import capturing
-from noisygrad.families.kronecker import second_moment
+from noisygrad.families.moments import second_moment
 
 CHUNK = {"cpu": 1 << 22, "cuda": 1 << 24}
 """Per-example gradients, and patches, are made of at most this many numbers at a time: what fits a cache, or what keeps
@@ -194,6 +195,10 @@ class MatrixPass(Pass):
     def output_moment(self) -> Tensor:
         """The mean over examples and the sum over positions of g gᵀ: S of a Kronecker block."""
         return second_moment(self.gradients, self.gradients, False, False) * self.gradients.shape[-2]
+
+    def moments(self) -> kronecker.Statistics | packed.Statistics:
+        """A and S of a Kronecker block, as they are kept."""
+        return packed.statistics(kronecker.Statistics(self.input_moment(), self.output_moment()))
 
     def square_sums(self) -> list[Tensor]:
         if kernels.applies(self.gradients) and (found := self._by_kernel()) is not None:

@@ -24,6 +24,7 @@ from torch.autograd.graph import Node
 from noisygrad.curvature.capture import Record
 from noisygrad.curvature.passes import MatrixPass, Pass
 from noisygrad.curvature.units import Unit
+from noisygrad.families.base import Statistics
 
 DEVICES = {"cuda"}
 """Where memory is scarce. A CPU takes the layers side by side, for which it needs them all."""
@@ -80,22 +81,18 @@ class SquareSummary(Summary):
 class MomentSummary(Summary):
     """A and S, for a Kronecker product."""
 
-    inputs: Tensor
-    outputs: Tensor
+    kept: Statistics
 
     @classmethod
     def of(cls, one: MatrixPass) -> MomentSummary:
         """That of a pass."""
-        inputs, outputs = one.input_moment(), one.output_moment()
-        return cls(one.examples, _sizes(one, [outputs]), inputs, outputs)
+        moments = one.moments()
+        _, outputs = moments.diagonals()
+        return cls(one.examples, _sizes(one, [outputs]), moments)
 
-    def input_moment(self) -> Tensor:
-        """A."""
-        return self.inputs
-
-    def output_moment(self) -> Tensor:
-        """S."""
-        return self.outputs
+    def moments(self) -> Statistics:
+        """A and S."""
+        return self.kept
 
 
 def _sizes(one: Pass, squares: Sequence[Tensor]) -> dict[str, Tensor]:

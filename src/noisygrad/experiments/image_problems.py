@@ -35,8 +35,8 @@ _CHOSEN: dict[tuple[str, str], Config] = {
     ("BBB", "D"): {"kl_weight": 0.2, "prior_variance": 0.03},
     ("BBB", "B"): {"kl_weight": 1.0},
     ("BBB", "D+B"): {"kl_weight": 0.2},
+    ("K-FAC", "plain"): {"lr_drops": [0.5, 0.75]},
     ("K-FAC+WD", "D"): {"prior_variance": 0.03},
-    ("noisy-Adam", "D"): {"prior_variance": 0.03},
     ("noisy-K-FAC", "D"): {"prior_variance": 0.03},
 }
 """On CIFAR-10. `docs/reproduce.md` says which were tried on training images held out, and which follow from others."""

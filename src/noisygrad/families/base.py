@@ -107,9 +107,23 @@ class TensorRecord:
                 changes[field.name] = tuple(function(item) if isinstance(item, Tensor) else item for item in value)
         return dataclasses.replace(self, **changes)
 
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
+        """A record with other tensors, by the names that `tensors()` gives them."""
+        names = iter(self.tensors())
+        return self.map(lambda _: tensors[next(names)])
+
     def clone(self) -> Self:
         """A deep copy, detached from any graph."""
         return self.map(lambda tensor: tensor.detach().clone())
+
+    def whole(self) -> TensorRecord:
+        """The same with every matrix as one tensor (`packed`): what is shown and saved."""
+        return self
+
+    def take_(self, whole: TensorRecord) -> None:
+        """Overwrite the tensors in place with those of a `whole()`."""
+        assert isinstance(whole, type(self))
+        self.copy_(whole)
 
 
 @dataclasses.dataclass
@@ -159,6 +173,10 @@ class Statistics(TensorRecord, ABC):
                 scale = found[name.replace("outputs", "inputs")].diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
                 tensor.diagonal(dim1=-2, dim2=-1).add_(floor / scale.clamp(min=torch.finfo(scale.dtype).tiny))
 
+    def whole(self) -> Statistics:
+        """The same with every matrix as one tensor."""
+        return self
+
     @abstractmethod
     def factorise(self, prior: Any, damping: float = 0.0, mode: DampingMode = "factored") -> Precision:
         """P = F̄ + Γ + damping · I for a prior Γ of the same family; raises `FactorisationError`, never returns NaN."""
@@ -183,7 +201,12 @@ class Sampler(TensorRecord, ABC):
 
 
 @dataclasses.dataclass
-class Precision(Solver, Sampler):
+class Both(Solver, Sampler):
+    """What a step and a draw need, in one."""
+
+
+@dataclasses.dataclass
+class Precision(Both):
     """P = F̄ + Γ + γ_ex I of one block, factorised: each method is one identity."""
 
     def without_terms(self) -> Self:

@@ -18,42 +18,9 @@ from torch import Tensor
 from noisygrad.families import base
 from noisygrad.families.base import DampingMode
 from noisygrad.families.factorisation import factorisation_error, inverse_root, rounding_floor, symmetric_eigh
-from noisygrad.families.moments import between, gram, times_lower, wide_product
+from noisygrad.families.moments import between, gram, second_moment, times_lower, wide_product
 
 _LARGEST_PI = 1e8
-
-
-def second_moment(left: Tensor, right: Tensor, left_constant: bool, right_constant: bool) -> Tensor:
-    """The mean of left rightᵀ over examples and positions, for `[..., B, T, p]` and `[..., B, T, q]`.
-
-    A constant of 1 is appended to either side where asked, as a border of means: the (large) inputs are not copied.
-
-    Returns:
-        `[..., p + left_constant, q + right_constant]`.
-    """
-    rows = left.shape[-3] * left.shape[-2]
-    flat = left.flatten(-3, -2)
-    moment = (gram(flat) if left is right else wide_product(flat.mT, right.flatten(-3, -2))) / rows
-    if not (left_constant or right_constant):
-        return moment
-    p, q = moment.shape[-2:]
-    bordered = moment.new_ones(*moment.shape[:-2], p + left_constant, q + right_constant)
-    bordered[..., :p, :q] = moment
-    right_mean = _mean_row(right) if left_constant else None
-    if right_mean is not None:
-        bordered[..., p, :q] = right_mean
-    if right_constant:
-        bordered[..., :p, q] = _mean_row(left) if left is not right or right_mean is None else right_mean
-    return bordered
-
-
-def _mean_row(rows: Tensor) -> Tensor:
-    """The mean over examples and positions; on a GPU a product, several times faster than a reduction of columns."""
-    if not rows.is_cuda:
-        return rows.mean((-3, -2))
-    flat = rows.flatten(-3, -2)
-    ones = flat.new_ones(*flat.shape[:-2], 1, flat.shape[-2])  # 1 is exact in every number format, 1/n is not
-    return (ones @ flat).squeeze(-2) / flat.shape[-2]
 
 
 @dataclasses.dataclass
@@ -203,6 +170,10 @@ class Statistics(base.Statistics):
         positions = gradients.shape[-2]
         inputs = second_moment(activations, activations, constant, constant)
         return cls(inputs, second_moment(gradients, gradients, False, False) * positions)
+
+    def diagonals(self) -> tuple[Tensor, Tensor]:
+        """Those of A and S."""
+        return self.inputs.diagonal(dim1=-2, dim2=-1), self.outputs.diagonal(dim1=-2, dim2=-1)
 
     def factorise(self, prior: Prior, damping: float = 0.0, mode: DampingMode = "factored") -> Precision:
         """P = S ⊗ A + Γ + γ_ex I, by equation (11) ("factored") or in the eigenbasis ("exact").
@@ -383,8 +354,11 @@ def _floor(factor: Tensor, diagonal: bool) -> Tensor:
 
 
 def _combine(c: Tensor, factor: Tensor, p: Tensor, prior: Tensor, diagonal: bool) -> Tensor:
-    prior_part = torch.diag_embed(p[..., None] * prior) if diagonal else p[..., None, None] * prior
-    return c[..., None, None] * factor + prior_part
+    combined = c[..., None, None] * factor
+    if diagonal:
+        combined.diagonal(dim1=-2, dim2=-1).add_(p[..., None] * prior)
+        return combined
+    return combined.add_(p[..., None, None] * prior)
 
 
 def _whitener(factor: Tensor, diagonal: bool) -> tuple[Tensor, Tensor]:

@@ -24,8 +24,8 @@ from torch import Tensor
 from noisygrad.families import base, kronecker
 from noisygrad.families.base import DampingMode
 from noisygrad.families.factorisation import FactorisationError, inverse_root, rounding_floor, symmetric_eigh
-from noisygrad.families.kronecker import congruence_diagonal, damped_factors, in_eigenbasis, second_moment
-from noisygrad.families.moments import between
+from noisygrad.families.kronecker import congruence_diagonal, damped_factors, in_eigenbasis
+from noisygrad.families.moments import between, second_moment
 
 
 @dataclasses.dataclass

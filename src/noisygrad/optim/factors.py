@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from noisygrad.distributed import Ranks
-from noisygrad.families import diagonal
-from noisygrad.families.base import Prior, Statistics, is_thin
+from noisygrad.families import diagonal, packed
+from noisygrad.families.base import Prior, Statistics, TensorRecord, is_thin
 from noisygrad.families.factorisation import FactorisationError, capturing, deferred
 from noisygrad.families.rounding import full_precision
 from noisygrad.optim import stacks
+from noisygrad.optim.backup import Backup
 from noisygrad.optim.options import Options
 from noisygrad.optim.stacks import BlockFactors, Stack, Stacks, can_stack
 from noisygrad.posterior.blocks import Block
@@ -53,6 +54,8 @@ class Factors:
         self._ranks = ranks
         self._owners = ranks.share_out([_cost(block) for block in self.blocks])
         self._device = device
+        self._bulky = self._moments.numel() > 2 * self._size
+        """Whether there are many numbers for each weight, so that a copy of them is put where there is more room."""
         self._diagonal = self._diagonal_prior()
 
     def _diagonal_prior(self) -> Tensor | float | None:
@@ -158,23 +161,19 @@ class Factors:
 
         Raises FactorisationError with the layer's name, and then all factors, on all ranks, are what they were.
         """
-        stacked: list[tuple[Stack, BlockFactors]] = []
-        single: list[tuple[Block, BlockFactors]] = []
 
         def factorise() -> None:
-            stacked.extend(self._factorise_stacks(dampings))
-            done = {block.name for stack, _ in stacked for block in stack.blocks}
+            done = set()
+            for stack, new in self._factorise_stacks(dampings):
+                stack.store_(new)
+                done |= {block.name for block in stack.blocks}
             for block, owner in zip(self.blocks, self._owners, strict=True):
                 mine = owner == self._ranks.rank or not self._fits(self.cached.get(block.name), block, dampings)
                 if mine and block.name not in done:
-                    single.append((block, self._factorise_block(block, dampings[block.group])))
+                    self._store(block, self._factorise_block(block, dampings[block.group]))
 
-        with full_precision():
+        with full_precision(), self._same_factors_on_failure():
             self._ranks.everywhere(factorise, self._device)
-        for stack, new in stacked:
-            stack.store_(new)
-        for block, new in single:
-            self._store(block, new)
         if self._ranks.active:
             for block, owner in zip(self.blocks, self._owners, strict=True):
                 self._ranks.broadcast(self.tensors(block).values(), owner)
@@ -227,28 +226,43 @@ class Factors:
         if capturing():  # nothing can fail where nothing is looked at
             yield
             return
-        moments, updates, seen = self._moments.clone(), self.updates.clone(), self._seen
+        before, seen = Backup([self._moments, self.updates], elsewhere=self._bulky), self._seen
         try:
             yield
         except (ArithmeticError, RuntimeError):
-            self._moments.copy_(moments)
-            self.updates.copy_(updates)
+            before.restore()
             self._seen = seen
+            raise
+
+    @contextmanager
+    def _same_factors_on_failure(self) -> Iterator[None]:
+        """If a factorisation fails inside, all factors are what they were."""
+        cached = dict(self.cached)
+        if capturing() or not cached:
+            yield
+            return
+        apart = [tensor for block in self._apart for tensor in self.tensors(block).values()]
+        stacked = [] if self._stacks is None else self._stacks.tensors()
+        before = Backup([*stacked, *apart], elsewhere=self._bulky)
+        try:
+            yield
+        except (ArithmeticError, RuntimeError):
+            before.restore()
+            self.cached = cached
             raise
 
     def _factorise(self, statistics: Statistics, prior: Prior, damping: float, noise: bool) -> BlockFactors:
         mode = self._options.damping_mode
-        stepper = statistics.factorise(prior, damping, mode).without_terms()
-        if not noise:
-            return BlockFactors(None, stepper.solver())
-        if damping == 0.0:
-            both = stepper.for_steps()
+        if noise and damping == 0.0:
+            both = packed.factors(statistics.factorise(prior, 0.0, mode).without_terms().for_steps())
             return BlockFactors(both, both)
-        return BlockFactors(statistics.factorise(prior, 0.0, mode).sampler(), stepper.solver())
+        stepper = packed.factors(statistics.factorise(prior, damping, mode).without_terms().solver())
+        sampler = packed.factors(statistics.factorise(prior, 0.0, mode).sampler()) if noise else None
+        return BlockFactors(sampler, stepper)
 
     def _factorise_block(self, block: Block, damping: float) -> BlockFactors:
         with naming_layers(block):
-            return self._factorise(self.statistics[block.name], self.priors[block.name], damping, block.noise)
+            return self._factorise(self.statistics[block.name].whole(), self.priors[block.name], damping, block.noise)
 
     def _store(self, block: Block, new: BlockFactors) -> None:
         old = self.cached.get(block.name)
@@ -263,19 +277,23 @@ class Factors:
     def snapshot(self) -> dict[str, Statistics]:
         """A copy of the statistics, with every parameter row by row."""
         return {
-            block.name: self.statistics[block.name].map(
-                lambda tensor, block=block: copied(tensor, block if block.family == "diagonal" else None)
-            )
+            block.name: self.statistics[block.name]
+            .whole()
+            .map(lambda tensor, block=block: copied(tensor, block if block.family == "diagonal" else None))
             for block in self.blocks
         }
 
-    def tensors(self, block: Block) -> dict[str, Tensor]:
-        """The cached factors of a block by name, for saving and sending."""
+    def records(self, block: Block) -> dict[str, TensorRecord]:
+        """The cached factors of a block by name."""
         cached = self.cached[block.name]
-        found = {f"stepper.{name}": tensor for name, tensor in cached.stepper.tensors().items()}
+        found: dict[str, TensorRecord] = {"stepper": cached.stepper}
         if cached.sampler is not None and not cached.shared:
-            found |= {f"sampler.{name}": tensor for name, tensor in cached.sampler.tensors().items()}
+            found["sampler"] = cached.sampler
         return found
+
+    def tensors(self, block: Block) -> dict[str, Tensor]:
+        """The same as tensors, as they lie."""
+        return {f"{part}.{n}": tensor for part, r in self.records(block).items() for n, tensor in r.tensors().items()}
 
     def perturb(self, mean: Tensor, noise: Tensor, scale: float, out: Tensor) -> None:
         """mean + scale · P^(−1/2) ε, into `out`."""

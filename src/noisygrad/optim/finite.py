@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from noisygrad.curvature.passes import Pass
+from noisygrad.families import kronecker, packed
 from noisygrad.families.base import Statistics
 from noisygrad.optim.running import RunningStatistics
 from noisygrad.posterior.blocks import Block
@@ -197,10 +198,13 @@ def _owners(block: Block) -> list[str]:
 def _pieces(block: Block, statistics: Statistics) -> Iterator[Tensor]:
     """The statistics, layer by layer.
 
-    Of a dense matrix only the diagonal: by the inequality of Cauchy and Schwarz the rest is finite if that is.
+    Of a second moment only the diagonal: by the inequality of Cauchy and Schwarz the rest is finite if that is.
     """
     tensors = statistics.tensors()
-    if block.family in {"kronecker", "tridiagonal"}:
+    if isinstance(statistics, kronecker.Statistics | packed.Statistics):
+        yield from statistics.diagonals()
+        return
+    if block.family == "tridiagonal":
         yield from tensors.values()
         return
     fisher = tensors["fisher"]

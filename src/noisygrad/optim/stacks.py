@@ -8,16 +8,15 @@ by one gather each.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from noisygrad.families.base import Precision, Prior, Sampler, Solver, Statistics, TensorRecord
+from noisygrad.families.base import Both, Prior, Sampler, Solver, Statistics, TensorRecord
 from noisygrad.posterior.blocks import Block
 
 Record = TypeVar("Record", bound=TensorRecord)
@@ -27,7 +26,7 @@ ALIGNMENT = 8
 TOGETHER = 1 << 23
 """Matrices of so many numbers are factorised together: it takes several times their memory."""
 _PADDED = {"right": (-2, -1), "inverse_right": (-2, -1), "right_basis": (-2, -1), "spectrum": (-1,)}
-"""The dimensions of the factors' tensors that count inputs."""
+"""The dimensions of the factors' tensors that count inputs; of a band (`right.0`) all have the first, the last both."""
 
 
 @dataclass
@@ -40,7 +39,7 @@ class BlockFactors:
     @property
     def shared(self) -> bool:
         """Whether both are one."""
-        return isinstance(self.sampler, Precision) and self.sampler is self.stepper
+        return isinstance(self.sampler, Both) and self.sampler is self.stepper
 
     def member(self, like: BlockFactors, lead: int, index: int) -> BlockFactors:
         """Those of one block in a stack's, as views of the sizes of `like`."""
@@ -48,7 +47,7 @@ class BlockFactors:
         if self.sampler is None or like.sampler is None:
             return BlockFactors(None, stepper)
         if self.shared:
-            assert isinstance(stepper, Precision)
+            assert isinstance(stepper, Both)
             return BlockFactors(stepper, stepper)
         return BlockFactors(_member(self.sampler, like.sampler, lead, index), stepper)
 
@@ -81,7 +80,7 @@ class Stack:
 
     def statistics(self, of_blocks: Mapping[str, Statistics]) -> Statistics:
         """A copy of its blocks' statistics, as one."""
-        return _together([of_blocks[block.name] for block in self.blocks], len(self.blocks[0].batch))
+        return _together([of_blocks[block.name].whole() for block in self.blocks], len(self.blocks[0].batch))
 
     def split(self) -> list[Stack]:
         """Itself in parts that are small enough to be factorised together, as views."""
@@ -96,7 +95,7 @@ class Stack:
 
         stepper, sampler = narrow(self.factors.stepper), self.factors.sampler
         if self.factors.shared:
-            assert isinstance(stepper, Precision)
+            assert isinstance(stepper, Both)
             factors = BlockFactors(stepper, stepper)
         else:
             factors = BlockFactors(None if sampler is None else narrow(sampler), stepper)
@@ -138,16 +137,24 @@ class Stacks:
             self.size += stack.size
         self._gather, self._scatter = (index.to(device) for index in self._indices(flat_size))
 
+    def tensors(self) -> list[Tensor]:
+        """All factors, as they lie."""
+        records: list[TensorRecord | None] = []
+        for stack in self.stacks:
+            records += [stack.factors.stepper, None if stack.factors.shared else stack.factors.sampler]
+        return [tensor for record in records if record is not None for tensor in record.tensors().values()]
+
     def _stacked(self, blocks: list[Block], found: list[BlockFactors], prior: Prior) -> Stack:
         lead = len(blocks[0].batch)
-        width = -(-blocks[0].units[0].inputs // ALIGNMENT) * ALIGNMENT
-        stepper = _stack([factors.stepper for factors in found], lead, width)
+        inputs = blocks[0].units[0].inputs
+        width = -(-inputs // ALIGNMENT) * ALIGNMENT
+        stepper = _stack([factors.stepper for factors in found], lead, width - inputs)
         samplers = [factors.sampler for factors in found if factors.sampler is not None]
         if found[0].shared:
-            assert isinstance(stepper, Precision)
+            assert isinstance(stepper, Both)
             factors = BlockFactors(stepper, stepper)
         else:
-            factors = BlockFactors(_stack(samplers, lead, width) if samplers else None, stepper)
+            factors = BlockFactors(_stack(samplers, lead, width - inputs) if samplers else None, stepper)
         for index, (block, own) in enumerate(zip(blocks, found, strict=True)):
             self.members[block.name] = factors.member(own, lead, index)
         return Stack(blocks, factors, prior, self.size, width)
@@ -201,24 +208,30 @@ def _key(factors: BlockFactors, prior: Prior) -> object:
 
 def _together(records: Sequence[Record], lead: int) -> Record:
     """Records of equal shape as one with another dimension, after the replicas'."""
+    if len(records) == 1:
+        return records[0].map(lambda tensor: tensor.unsqueeze(lead))
     all_tensors = [record.tensors() for record in records]
-    changes: dict[str, Any] = {
-        name: torch.stack([tensors[name] for tensors in all_tensors], dim=lead) for name in all_tensors[0]
-    }
-    return dataclasses.replace(records[0], **changes)
+    return records[0].with_tensors(
+        {name: torch.stack([tensors[name] for tensors in all_tensors], dim=lead) for name in all_tensors[0]}
+    )
 
 
-def _stack(records: Sequence[Record], lead: int, width: int) -> Record:
-    """The same with the inputs padded to `width`."""
-    changes: dict[str, Any] = {}
-    for name, first in records[0].tensors().items():
+def _stack(records: Sequence[Record], lead: int, padding: int) -> Record:
+    """The same with so many zeros after the inputs."""
+    changes: dict[str, Tensor] = {}
+    named = records[0].tensors()
+    for name, first in named.items():
+        kind, _, band = name.partition(".")
+        dims = _PADDED.get(kind, ())
+        if band and f"{kind}.{int(band) + 1}" in named:
+            dims = dims[:1]
         shape = list(first.shape)
-        for dim in _PADDED.get(name, ()):
-            shape[dim] = width
+        for dim in dims:
+            shape[dim] += padding
         shape.insert(lead, len(records))
         # A spectrum divides; whatever it divides in the padding is zero.
         changes[name] = (first.new_ones if name == "spectrum" else first.new_zeros)(shape)
-    stacked = dataclasses.replace(records[0], **changes)
+    stacked = records[0].with_tensors(changes)
     for index, record in enumerate(records):
         _member(stacked, record, lead, index).copy_(record)
     return stacked
@@ -231,10 +244,10 @@ def _member(stacked: Record, like: Record, lead: int, index: int) -> Record:
 
 def _cropped(padded: Record, like: Record) -> Record:
     """Views into the tensors, of the sizes of another record's."""
-    views: dict[str, Any] = {}
+    views: dict[str, Tensor] = {}
     for name, tensor in like.tensors().items():
         view = padded.tensors()[name]
         for dim, size in enumerate(tensor.shape):
             view = view.narrow(dim, 0, size)
         views[name] = view
-    return dataclasses.replace(padded, **views)
+    return padded.with_tensors(views)

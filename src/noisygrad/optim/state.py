@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from noisygrad.families.base import TensorRecord
 from noisygrad.optim.generators import part_generators_
 from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.structure import Structure, copied
@@ -32,7 +34,7 @@ def save_state(optimizer: NoisyOptimizer) -> dict[str, Any]:
         "steps": optimizer._steps,
         "settings": _settings(optimizer),
         "rank": optimizer.ranks.rank,
-        "tensors": {name: copied(tensor, owner) for name, (tensor, owner) in _tensors(optimizer).items()},
+        "tensors": {name: tensor for entry in _entries(optimizer) for name, tensor in entry.read().items()},
         "generators": {str(i): generator.get_state() for i, generator in enumerate(optimizer.generators)},
         "likelihood": {name: tensor.detach().clone() for name, tensor in optimizer.likelihood.state_dict().items()},
         "param_groups": [
@@ -80,19 +82,20 @@ def load_state(optimizer: NoisyOptimizer, state: Mapping[str, Any]) -> None:
     ]
     if other:
         raise ValueError(f"the state belongs to other settings: {'; '.join(other)}")
-    own = _tensors(optimizer)
+    entries = _entries(optimizer)
+    shapes = {name: shape for entry in entries for name, shape in entry.shapes().items()}
     theirs = dict(state["tensors"])
     wrong = [
         name
-        for name in own.keys() | theirs.keys()
-        if name not in own or name not in theirs or own[name][0].shape != theirs[name].shape
+        for name in shapes.keys() | theirs.keys()
+        if name not in shapes or name not in theirs or shapes[name] != theirs[name].shape
     ]
     if wrong:
         raise ValueError(
             f"the state belongs to another model, other groups or another damping: {', '.join(sorted(wrong)[:4])} "
             f"{'differs' if len(wrong) == 1 else 'differ'} in shape or presence"
         )
-    priors = {name: copied(tensor, owner) for name, (tensor, owner) in own.items() if _is_prior(name)}
+    priors = {name: tensor for entry in entries if entry.is_prior for name, tensor in entry.read().items()}
     if any(not torch.equal(tensor.cpu(), theirs[name].cpu()) for name, tensor in priors.items()):
         raise ValueError("the state belongs to another prior: construct the optimiser with the prior it was saved with")
     if len(state["generators"]) != len(optimizer.generators):
@@ -105,9 +108,9 @@ def load_state(optimizer: NoisyOptimizer, state: Mapping[str, Any]) -> None:
         raise ValueError(f"the state belongs to another likelihood: {error}") from error
     optimizer.likelihood.load_state_dict(state["likelihood"])
     with torch.no_grad():
-        for name, (tensor, owner) in own.items():
-            if not _is_prior(name):
-                tensor.copy_(theirs[name] if owner is None else owner.to_memory(theirs[name]))
+        for entry in entries:
+            if not entry.is_prior:
+                entry.write_(theirs)
     for index, generator in enumerate(optimizer.generators):
         generator.set_state(state["generators"][str(index)].cpu())
     part_generators_(optimizer.generators, state["rank"], optimizer.ranks, same_draw=optimizer._same_draw)
@@ -121,28 +124,67 @@ def load_state(optimizer: NoisyOptimizer, state: Mapping[str, Any]) -> None:
     optimizer._consume()
 
 
-def _tensors(optimizer: NoisyOptimizer) -> dict[str, tuple[Tensor, Structure | Block | None]]:
-    """Every tensor of the state by name, with that which knows in what order its numbers lie, if not in the usual one.
+@dataclass
+class _Single(TensorRecord):
+    """One tensor, without a name of its own."""
 
-    The mean is among them, for parameters too narrow to hold all its digits.
-    """
+    tensor: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"": self.tensor}
+
+
+@dataclass
+class _Entry:
+    """Tensors of the state: a record's, by this name and their own."""
+
+    name: str
+    record: TensorRecord
+    owner: Structure | Block | None = None
+    """What knows in which order the numbers lie, if not in the usual one."""
+
+    @property
+    def is_prior(self) -> bool:
+        return self.name == "prior_mean" or "/prior/" in self.name
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of what `read` returns; nothing is copied for it."""
+        return {self.name + name: tensor.shape for name, tensor in self._like().tensors().items()}
+
+    def read(self) -> dict[str, Tensor]:
+        """Copies, every matrix as one tensor and every parameter row by row."""
+        return {self.name + name: copied(tensor, self.owner) for name, tensor in self.record.whole().tensors().items()}
+
+    def write_(self, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse of `read`."""
+        like = self._like()
+        theirs = {name: tensors[self.name + name] for name in like.tensors()}
+        if self.owner is not None:
+            theirs = {name: self.owner.to_memory(tensor) for name, tensor in theirs.items()}
+        self.record.take_(like.with_tensors(theirs))
+
+    def _like(self) -> TensorRecord:
+        return self.record.map(lambda tensor: tensor.to("meta")).whole()
+
+
+def _entries(optimizer: NoisyOptimizer) -> list[_Entry]:
+    """All tensors of the state. The mean is among them, for parameters too narrow to hold all its digits."""
     factors, structure = optimizer.factors, optimizer.structure
-    found: dict[str, tuple[Tensor, Structure | Block | None]] = {
-        "mean": (optimizer.mean.flat, structure),
-        "momentum": (optimizer.mean_step.momentum, structure),
-        "momentum_weight": (optimizer.mean_step.weight, None),
-        "updates": (factors.updates, None),
-        "prior_mean": (optimizer.priors.mean, structure),
-    }
+    found = [
+        _Entry("mean", _Single(optimizer.mean.flat), structure),
+        _Entry("momentum", _Single(optimizer.mean_step.momentum), structure),
+        _Entry("momentum_weight", _Single(optimizer.mean_step.weight)),
+        _Entry("updates", _Single(factors.updates)),
+        _Entry("prior_mean", _Single(optimizer.priors.mean), structure),
+    ]
     for block in factors.blocks:
-        parts = {
-            "statistics": factors.statistics[block.name].tensors(),
-            "prior": optimizer.priors.blocks[block.name].tensors(),
-            "factors": factors.tensors(block),
+        parts: dict[str, TensorRecord] = {
+            "statistics/": factors.statistics[block.name],
+            "prior/": optimizer.priors.blocks[block.name],
+            **{f"factors/{part}.": record for part, record in factors.records(block).items()},
         }
-        for part, tensors in parts.items():
-            owner = block if block.family == "diagonal" else None
-            found |= {f"{block.name}/{part}/{name}": (tensor, owner) for name, tensor in tensors.items()}
+        owner = block if block.family == "diagonal" else None
+        found += [_Entry(f"{block.name}/{part}", record, owner) for part, record in parts.items()]
     return found
 
 
@@ -150,10 +192,6 @@ def _places(optimizer: NoisyOptimizer) -> list[list[int]]:
     """The parameters of each param group, by their place in the model."""
     places = {id(p): i for i, p in enumerate(optimizer.structure.parameters.values())}
     return [[places[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-
-
-def _is_prior(name: str) -> bool:
-    return name == "prior_mean" or "/prior/" in name
 
 
 def _settings(optimizer: NoisyOptimizer) -> dict[str, Any]:

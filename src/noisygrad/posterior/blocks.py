@@ -16,7 +16,7 @@ from noisygrad.curvature.parallel import side_by_side
 from noisygrad.curvature.passes import MatrixPass, Pass
 from noisygrad.curvature.summaries import MomentSummary, SquareSummary
 from noisygrad.curvature.units import Unit
-from noisygrad.families import dense, diagonal, kronecker, tridiagonal
+from noisygrad.families import dense, diagonal, kronecker, packed, tridiagonal
 from noisygrad.families.base import Prior, Statistics, is_thin, joined, thin
 
 Family = Literal["diagonal", "kronecker", "tridiagonal", "full"]
@@ -109,7 +109,9 @@ class Block:
         if self.family == "diagonal":
             return diagonal.Statistics.identity(self.batch, self.size, dtype=dtype, device=device)
         if self.family == "kronecker":
-            return kronecker.Statistics.identity(self.batch, first.outputs, first.inputs, dtype=dtype, device=device)
+            return packed.statistics(
+                kronecker.Statistics.identity(self.batch, first.outputs, first.inputs, dtype=dtype, device=device)
+            )
         if self.family == "tridiagonal":
             outputs, inputs = [unit.outputs for unit in self.units], [unit.inputs for unit in self.units]
             return tridiagonal.Statistics.identity(self.batch, outputs, inputs, dtype=dtype, device=device)
@@ -138,7 +140,7 @@ class Block:
         if self.family == "kronecker":
             only = passes[self.units[0].name]
             assert isinstance(only, MatrixPass | MomentSummary)
-            return kronecker.Statistics(only.input_moment(), only.output_moment())
+            return only.moments()
         matrices = self._matrices(passes)
         measured = tridiagonal.Statistics.measure(
             [p.activations for p in matrices],

@@ -19,7 +19,7 @@ from noisygrad.families import dense, diagonal, kronecker, tridiagonal
 from noisygrad.families.base import DampingMode, Precision, Prior, Statistics, joined
 from noisygrad.families.factorisation import FactorisationError, unchecked
 from noisygrad.families.kl import kl_divergence
-from noisygrad.families.kronecker import second_moment
+from noisygrad.families.moments import second_moment
 from noisygrad.likelihoods import Gaussian
 from noisygrad.training.perceptrons import Perceptrons
 from noisygrad.training.variational import VariationalLearner

@@ -1,0 +1,142 @@
+"""Kronecker blocks with large factors, kept in bands (`triangles`): a GPU's memory is mostly theirs.
+
+A record here stands for one of `kronecker`, its `whole()`, and does what that does. Factors in an eigenbasis are
+neither symmetric nor triangular and stay as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from noisygrad.families import base, kronecker, triangles
+from noisygrad.families.base import DampingMode
+from noisygrad.families.triangles import Bands
+
+Record = TypeVar("Record", bound=base.Solver | base.Sampler)
+
+
+@dataclasses.dataclass
+class Statistics(base.Statistics):
+    """A and S of `kronecker.Statistics` in bands."""
+
+    inputs: Bands
+    outputs: Bands
+
+    @classmethod
+    def of(cls, whole: kronecker.Statistics) -> Self:
+        """The same moments."""
+        return cls(triangles.pack(whole.inputs), triangles.pack(whole.outputs))
+
+    def whole(self) -> kronecker.Statistics:
+        """As they are without bands."""
+        return kronecker.Statistics(triangles.symmetric(self.inputs), triangles.symmetric(self.outputs))
+
+    def take_(self, whole: base.TensorRecord) -> None:
+        """Overwrite the moments in place."""
+        assert isinstance(whole, kronecker.Statistics)
+        triangles.fill_(self.inputs, whole.inputs)
+        triangles.fill_(self.outputs, whole.outputs)
+
+    def diagonals(self) -> tuple[Tensor, Tensor]:
+        """Those of A and S."""
+        return triangles.diagonal(self.inputs), triangles.diagonal(self.outputs)
+
+    @torch.no_grad()
+    def raise_(self, floor: float) -> None:
+        """In place: F + floor · I ⊗ A/a, as of the whole."""
+        scale = triangles.diagonal(self.inputs).mean(-1, keepdim=True)
+        triangles.add_to_diagonal_(self.outputs, floor / scale.clamp(min=torch.finfo(scale.dtype).tiny))
+
+    def factorise(
+        self, prior: kronecker.Prior, damping: float = 0.0, mode: DampingMode = "factored"
+    ) -> kronecker.Precision:
+        """That of the whole."""
+        return self.whole().factorise(prior, damping, mode)
+
+
+@dataclasses.dataclass
+class Factors(base.Both):
+    """P⁻¹ = U Uᵀ ⊗ V Vᵀ: Uᵀ and Vᵀ, which are lower triangular, for draws; U Uᵀ and V Vᵀ for steps; or both pairs."""
+
+    left: Bands
+    right: Bands
+    inverse_left: Bands
+    inverse_right: Bands
+    log_determinant: Tensor | None
+
+    @classmethod
+    def of(cls, whole: kronecker.Precision | kronecker.Inverse) -> Self:
+        """The same factors; what is left of a precision are its roots and, after `for_steps`, its inverses."""
+        if isinstance(whole, kronecker.Inverse):
+            return cls((), (), triangles.pack(whole.left), triangles.pack(whole.right), None)
+        return cls(
+            triangles.pack(whole.left.mT),
+            triangles.pack(whole.right.mT),
+            () if whole.inverse_left is None else triangles.pack(whole.inverse_left),
+            () if whole.inverse_right is None else triangles.pack(whole.inverse_right),
+            whole.log_determinant,
+        )
+
+    def whole(self) -> kronecker.Precision | kronecker.Inverse:
+        """As they are without bands."""
+        if not self.left:
+            return kronecker.Inverse(triangles.symmetric(self.inverse_left), triangles.symmetric(self.inverse_right))
+        assert self.log_determinant is not None
+        return kronecker.Precision(
+            left=triangles.lower(self.left).mT,
+            right=triangles.lower(self.right).mT,
+            spectrum=None,
+            inverse_left=triangles.symmetric(self.inverse_left) if self.inverse_left else None,
+            inverse_right=triangles.symmetric(self.inverse_right) if self.inverse_right else None,
+            terms=(),
+            log_determinant=self.log_determinant,
+        )
+
+    def take_(self, whole: base.TensorRecord) -> None:
+        """Overwrite the factors in place."""
+        inverses: tuple[Tensor | None, Tensor | None]
+        if isinstance(whole, kronecker.Inverse):
+            inverses = whole.left, whole.right
+        else:
+            assert isinstance(whole, kronecker.Precision)
+            triangles.fill_(self.left, whole.left.mT)
+            triangles.fill_(self.right, whole.right.mT)
+            assert self.log_determinant is not None
+            self.log_determinant.copy_(whole.log_determinant)
+            inverses = whole.inverse_left, whole.inverse_right
+        for bands, inverse in zip((self.inverse_left, self.inverse_right), inverses, strict=True):
+            if inverse is not None:
+                triangles.fill_(bands, inverse)
+
+    def solve(self, vector: Tensor) -> Tensor:
+        """U Uᵀ X V Vᵀ."""
+        matrix = _matrix(vector, self.inverse_left, self.inverse_right)
+        rows = triangles.symmetric_times(self.inverse_left, matrix)
+        return triangles.times_symmetric(rows, self.inverse_right).flatten(-2)
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """U Z Vᵀ."""
+        matrix = _matrix(noise, self.left, self.right)
+        return triangles.times_lower(triangles.upper_times(self.left, matrix), self.right).flatten(-2)
+
+
+def statistics(whole: kronecker.Statistics) -> kronecker.Statistics | Statistics:
+    """The moments in bands, where that pays."""
+    return Statistics.of(whole) if triangles.pays(whole.inputs) or triangles.pays(whole.outputs) else whole
+
+
+def factors(whole: Record) -> Record | Factors:
+    """What steps or draws need in bands, where that pays and there is no eigenbasis."""
+    if isinstance(whole, kronecker.Precision) and whole.spectrum is not None:
+        return whole
+    if not isinstance(whole, kronecker.Precision | kronecker.Inverse):
+        return whole
+    return Factors.of(whole) if triangles.pays(whole.left) or triangles.pays(whole.right) else whole
+
+
+def _matrix(vector: Tensor, left: Bands, right: Bands) -> Tensor:
+    return vector.reshape(*vector.shape[:-1], left[0].shape[-2], right[0].shape[-2])

@@ -1,0 +1,123 @@
+"""Large symmetric and triangular matrices by the columns of their lower half: little more than half the memory.
+
+A matrix of d rows is cut into a few bands of columns, [a, b), and of each band the rows from a on are kept:
+
+    ┌──┐· · ·
+    │  ├──┐· ·       The squares on the diagonal are whole. What is above them is zero (a lower triangle)
+    │  │  ├──┐·      or what is below them, turned (a symmetric matrix).
+    └──┴──┴──┘
+
+Products take the bands as they are, so no whole matrix is made of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Bands: TypeAlias = tuple[Tensor, ...]
+
+DEVICES = {"cuda"}
+"""Where memory is scarce."""
+LARGE = 1024
+"""From this size on matrices are kept in bands."""
+BANDS = 8
+"""So many at most: more would save more memory, up to a half of it, and make products smaller, hence slower."""
+WIDTH = 256
+"""So wide at least, but for the last."""
+ALIGNMENT = 64
+"""The widths are multiples of it: products on tensor cores begin at such places."""
+
+
+def pays(matrix: Tensor) -> bool:
+    """Whether a matrix is better kept in bands."""
+    return matrix.device.type in DEVICES and matrix.shape[-1] >= LARGE
+
+
+def cut(matrix: Tensor) -> Bands:
+    """The bands of `[..., d, d]`, as views."""
+    size = matrix.shape[-1]
+    width = max(WIDTH, -(-size // (BANDS * ALIGNMENT)) * ALIGNMENT)
+    return tuple(matrix[..., a:, a:b] for a, b in pairwise([*range(0, size, width), size]))
+
+
+def pack(matrix: Tensor) -> Bands:
+    """A copy in bands, or the one matrix itself where it does not pay."""
+    return tuple(band.contiguous() for band in cut(matrix)) if pays(matrix) else (matrix,)
+
+
+def lower(bands: Sequence[Tensor]) -> Tensor:
+    """The lower triangular matrix."""
+    return _whole(bands, None)
+
+
+def symmetric(bands: Sequence[Tensor]) -> Tensor:
+    """The symmetric matrix."""
+    return _whole(bands, lambda below: below.mT)
+
+
+def _whole(bands: Sequence[Tensor], above: Callable[[Tensor], Tensor] | None) -> Tensor:
+    if len(bands) == 1:
+        return bands[0]
+    size = bands[0].shape[-2]
+    whole = bands[0].new_zeros(*bands[0].shape[:-2], size, size)
+    for start, stop, band in _places(bands):
+        whole[..., start:, start:stop] = band
+        if above is not None:
+            whole[..., start:stop, stop:] = above(band[..., stop - start :, :])
+    return whole
+
+
+def fill_(bands: Sequence[Tensor], matrix: Tensor) -> None:
+    """Overwrite the bands in place with those of a whole matrix, on whatever device."""
+    for start, stop, band in _places(bands):
+        band.copy_(matrix[..., start:, start:stop])
+
+
+def diagonal(bands: Sequence[Tensor]) -> Tensor:
+    """The diagonal, `[..., d]`."""
+    parts = [band.diagonal(dim1=-2, dim2=-1) for band in bands]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def add_to_diagonal_(bands: Sequence[Tensor], value: Tensor) -> None:
+    """In place: the matrix + value · I, for one value per matrix, `[..., 1]`."""
+    for band in bands:
+        band.diagonal(dim1=-2, dim2=-1).add_(value)
+
+
+def times_lower(matrix: Tensor, bands: Sequence[Tensor]) -> Tensor:
+    """X L for the lower triangular L."""
+    parts = [matrix[..., start:] @ band for start, _, band in _places(bands)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def times_symmetric(matrix: Tensor, bands: Sequence[Tensor]) -> Tensor:
+    """X A for the symmetric A."""
+    product = times_lower(matrix, bands)
+    for start, stop, band in _places(bands[:-1]):
+        product[..., stop:] += matrix[..., start:stop] @ band[..., stop - start :, :].mT
+    return product
+
+
+def upper_times(bands: Sequence[Tensor], matrix: Tensor) -> Tensor:
+    """Lᵀ X for the lower triangular L."""
+    return bands[0].mT @ matrix if len(bands) == 1 else times_lower(matrix.mT, bands).mT
+
+
+def symmetric_times(bands: Sequence[Tensor], matrix: Tensor) -> Tensor:
+    """A X for the symmetric A."""
+    return bands[0] @ matrix if len(bands) == 1 else times_symmetric(matrix.mT, bands).mT
+
+
+def _places(bands: Sequence[Tensor]) -> list[tuple[int, int, Tensor]]:
+    """Each band with its columns [start, stop)."""
+    found, start = [], 0
+    for band in bands:
+        found.append((start, start + band.shape[-1], band))
+        start += band.shape[-1]
+    return found
