@@ -9,7 +9,7 @@ axis only, because along the other a tap is a slice of memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from noisygrad.curvature import kernels
 from noisygrad.curvature.passes import CACHE, FEW_POSITIONS, MatrixPass, at_once, sum_of_squared_products
-from noisygrad.families.moments import gram
+from noisygrad.families.moments import column_sums, gram, with_border
 
 SMALL_PATCH = 64
 """Patches of at most so many numbers, as of colour images, are rather made: a product with a part of one is thin."""
@@ -117,13 +117,18 @@ class PatchedPass(MatrixPass):
 
     def input_moment(self) -> Tensor:
         """The mean of a aᵀ, a sum over parts of the batch."""
-
-        def share(part: MatrixPass) -> Tensor:
-            mean = part.input_moment()
-            return mean if part.examples == self.examples else mean.mul_(part.examples / self.examples)
-
-        # Half as many patches as per-example gradients keep a GPU busy.
-        return self._sum_of_parts(share, 2 * self._patch_size * self.gradients.shape[1])
+        count = self.gradients.shape[0] * self.gradients.shape[1]
+        products, sums = None, None
+        # A quarter as many patches as per-example gradients keep a GPU busy.
+        for images, _ in self._parts(4 * self._patch_size * self.gradients.shape[1]):
+            rows = patches(self._module, images).flatten(0, 1)
+            products = gram(rows) if products is None else products.addmm_(rows.mT, rows)
+            if self.constant:
+                sums = column_sums(rows) if sums is None else sums.add_(column_sums(rows))
+            del rows  # before the next are made
+        assert products is not None
+        means = None if sums is None else sums.div_(count)
+        return with_border(products.div_(count), means, means)
 
     def _by_kernel(self) -> Tensor | None:
         if len(self._module.kernel_size) > 2:
@@ -138,15 +143,19 @@ class PatchedPass(MatrixPass):
         return self._sum_of_parts(MatrixPass._squared_products, self._patch_size * rows)
 
     def _sum_of_parts(self, what: Callable[[MatrixPass], Tensor], numbers: int) -> Tensor:
-        """The sum over parts of the batch, of as many examples as memory allows, where one takes so many numbers."""
-        size = at_once(self._images.device, numbers)
-        pairs = zip(self._images.split(size), self.gradients.split(size), strict=True)
+        """The sum over parts of the batch."""
         # The patches of a part are gone before the next are made.
-        sums = (what(MatrixPass(patches(self._module, images), some, self.constant)) for images, some in pairs)
+        parts = self._parts(numbers)
+        sums = (what(MatrixPass(patches(self._module, images), some, self.constant)) for images, some in parts)
         total = next(sums)
         for part in sums:
             total.add_(part)
         return total
+
+    def _parts(self, numbers: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images and gradients of as many examples as memory allows, where one takes so many numbers."""
+        size = at_once(self._images.device, numbers)
+        return zip(self._images.split(size), self.gradients.split(size), strict=True)
 
     @property
     def _patch_size(self) -> int:

@@ -22,7 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 from noisygrad.curvature.capture import Record
 from noisygrad.curvature.layers import Batch, find_layer, first_examples, unbatched
 from noisygrad.curvature.passes import Pass, SummedPass
-from noisygrad.curvature.summaries import Summarise, heard, listening
+from noisygrad.curvature.summaries import Summarise, Summary, heard, listening
 from noisygrad.curvature.units import Unit
 from noisygrad.likelihoods import Likelihood
 
@@ -128,7 +128,9 @@ def _differentiate(
         device = total.device.type
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             for name, one in _layer_passes(records, gradients, batch, dtype).items():
-                found[name] = layers.summarise(layers.units[name], one)
+                found[name] = kept = layers.summarise(layers.units[name], one)
+                if isinstance(kept, Summary):
+                    kept.let_go([record.inputs for record in records])  # those of the graph, which is still there
 
     with listening(layers.heard, lambda record, gradient: take([record], [gradient])):
         gradients = torch.autograd.grad(total, places, retain_graph=True, allow_unused=True)

@@ -39,7 +39,13 @@ class Summary(Pass):
     count: int
     sizes: dict[str, Tensor]
     """For what it carried numbers of which some are not finite if some of that was not, or if squares of it are too
-    large: `optim.finite.Trail` asks for nothing else."""
+    large: `optim.finite.Trail` asks for nothing else. The inputs themselves, until `let_go`."""
+
+    def let_go(self, others: Sequence[Tensor]) -> None:
+        """Keep but the sum of the inputs, unless they are among tensors that others keep."""
+        inputs = self.sizes.get("inputs")
+        if inputs is not None and _place(inputs) not in map(_place, others):
+            self.sizes["inputs"] = inputs.sum()
 
     @property
     def examples(self) -> int:
@@ -98,7 +104,11 @@ class MomentSummary(Summary):
 def _sizes(one: Pass, squares: Sequence[Tensor]) -> dict[str, Tensor]:
     """What is wrong with the gradients is seen in their squares, which are fewer, and kept in any case."""
     seen = squares[0] if len(squares) == 1 else torch.stack([piece.sum() for piece in squares])
-    return {kind: tensor.sum() if kind == "inputs" else seen for kind, tensor in one.carried().items()}
+    return {kind: tensor if kind == "inputs" else seen for kind, tensor in one.carried().items()}
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def heard(records: Sequence[Record]) -> list[bool]:

@@ -30,7 +30,6 @@ _SHORT: dict[str, Config] = {
 """A shallow network bears larger steps, and a short training would end before the Fisher's start has faded."""
 _CHOSEN: dict[tuple[str, str], Config] = {
     ("SGD", "B"): {"lr": 0.05},
-    ("SGD", "D+B"): {"lr": 0.05},
     ("BBB", "plain"): {"kl_weight": 1.0},
     ("BBB", "D"): {"kl_weight": 0.2, "prior_variance": 0.03},
     ("BBB", "B"): {"kl_weight": 1.0},

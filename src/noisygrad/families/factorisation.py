@@ -132,7 +132,7 @@ def inverse_root(matrix: Tensor, floor: Tensor | float) -> tuple[Tensor, Tensor]
     # A squared pivot is a Schur complement, never below the smallest eigenvalue: one that is, is rounding, even where
     # Cholesky did not notice.
     failed = (info != 0) | (pivots.square() < 0.5 * bound[..., None]).any(-1)
-    failed |= ~(torch.isfinite(root).all(-1).all(-1) & torch.isfinite(logdet))
+    failed |= ~(root.sum((-2, -1)) + logdet).isfinite()
     failures: list[Tensor] | None = getattr(_WATCH, "failures", None)
     if failures is not None:
         failures.append(failed.any())

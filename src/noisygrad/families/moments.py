@@ -33,29 +33,35 @@ def second_moment(left: Tensor, right: Tensor, left_constant: bool, right_consta
     Returns:
         `[..., p + left_constant, q + right_constant]`.
     """
-    rows = left.shape[-3] * left.shape[-2]
-    flat = left.flatten(-3, -2)
-    moment = (gram(flat) if left is right else wide_product(flat.mT, right.flatten(-3, -2))).div_(rows)
-    if not (left_constant or right_constant):
+    count = left.shape[-3] * left.shape[-2]
+    rows, others = left.flatten(-3, -2), right.flatten(-3, -2)
+    moment = (gram(rows) if left is right else wide_product(rows.mT, others)).div_(count)
+    column = column_sums(rows).div_(count) if right_constant else None
+    if left is right and left_constant and right_constant:
+        return with_border(moment, column, column)
+    return with_border(moment, column_sums(others).div_(count) if left_constant else None, column)
+
+
+def with_border(moment: Tensor, row: Tensor | None, column: Tensor | None) -> Tensor:
+    """`[..., p, q]` with a row below it, a column beside it and a 1 in the corner; None for a side without."""
+    if row is None and column is None:
         return moment
     p, q = moment.shape[-2:]
-    bordered = moment.new_ones(*moment.shape[:-2], p + left_constant, q + right_constant)
+    bordered = moment.new_ones(*moment.shape[:-2], p + (row is not None), q + (column is not None))
     bordered[..., :p, :q] = moment
-    right_mean = _mean_row(right) if left_constant else None
-    if right_mean is not None:
-        bordered[..., p, :q] = right_mean
-    if right_constant:
-        bordered[..., :p, q] = _mean_row(left) if left is not right or right_mean is None else right_mean
+    if row is not None:
+        bordered[..., p, :q] = row
+    if column is not None:
+        bordered[..., :p, q] = column
     return bordered
 
 
-def _mean_row(rows: Tensor) -> Tensor:
-    """The mean over examples and positions; on a GPU a product, several times faster than a reduction of columns."""
+def column_sums(rows: Tensor) -> Tensor:
+    """The sum of `[..., rows, n]` over its rows; on a GPU a product, several times faster than a reduction."""
     if not rows.is_cuda:
-        return rows.mean((-3, -2))
-    flat = rows.flatten(-3, -2)
-    ones = flat.new_ones(*flat.shape[:-2], 1, flat.shape[-2])  # 1 is exact in every number format, 1/n is not
-    return (ones @ flat).squeeze(-2) / flat.shape[-2]
+        return rows.sum(-2)
+    # 1 is exact in every number format, 1/n is not.
+    return (rows.new_ones(*rows.shape[:-2], 1, rows.shape[-2]) @ rows).squeeze(-2)
 
 
 def wide_product(left: Tensor, right: Tensor) -> Tensor:
@@ -70,7 +76,7 @@ def times_lower(matrix: Tensor, lower: Tensor) -> Tensor:
     size = lower.shape[-1]
     if lower.is_cuda or size < LARGE:
         return matrix @ lower
-    return triangles.times_lower(matrix, triangles.cut(lower))
+    return triangles.times_lower(matrix, triangles.cut(lower, 8))
 
 
 def between(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:

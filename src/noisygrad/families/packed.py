@@ -16,6 +16,9 @@ from noisygrad.families import base, kronecker, triangles
 from noisygrad.families.base import DampingMode
 from noisygrad.families.triangles import Bands
 
+MOMENT_BANDS = 10
+FACTOR_BANDS = 4
+"""Fewer, since they are multiplied with in every step: products with wide bands are faster."""
 Record = TypeVar("Record", bound=base.Solver | base.Sampler)
 
 
@@ -29,7 +32,7 @@ class Statistics(base.Statistics):
     @classmethod
     def of(cls, whole: kronecker.Statistics) -> Self:
         """The same moments."""
-        return cls(triangles.pack(whole.inputs), triangles.pack(whole.outputs))
+        return cls(triangles.pack(whole.inputs, MOMENT_BANDS), triangles.pack(whole.outputs, MOMENT_BANDS))
 
     def whole(self) -> kronecker.Statistics:
         """As they are without bands."""
@@ -72,12 +75,12 @@ class Factors(base.Both):
     def of(cls, whole: kronecker.Precision | kronecker.Inverse) -> Self:
         """The same factors; what is left of a precision are its roots and, after `for_steps`, its inverses."""
         if isinstance(whole, kronecker.Inverse):
-            return cls((), (), triangles.pack(whole.left), triangles.pack(whole.right), None)
+            return cls((), (), _pack(whole.left), _pack(whole.right), None)
         return cls(
-            triangles.pack(whole.left.mT),
-            triangles.pack(whole.right.mT),
-            () if whole.inverse_left is None else triangles.pack(whole.inverse_left),
-            () if whole.inverse_right is None else triangles.pack(whole.inverse_right),
+            _pack(whole.left.mT),
+            _pack(whole.right.mT),
+            _pack(whole.inverse_left),
+            _pack(whole.inverse_right),
             whole.log_determinant,
         )
 
@@ -140,3 +143,7 @@ def factors(whole: Record) -> Record | Factors:
 
 def _matrix(vector: Tensor, left: Bands, right: Bands) -> Tensor:
     return vector.reshape(*vector.shape[:-1], left[0].shape[-2], right[0].shape[-2])
+
+
+def _pack(factor: Tensor | None) -> Bands:
+    return () if factor is None else triangles.pack(factor, FACTOR_BANDS)

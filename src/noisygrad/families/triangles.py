@@ -25,10 +25,8 @@ DEVICES = {"cuda"}
 """Where memory is scarce."""
 LARGE = 1024
 """From this size on matrices are kept in bands."""
-BANDS = 8
-"""So many at most: more would save more memory, up to a half of it, and make products smaller, hence slower."""
-WIDTH = 256
-"""So wide at least, but for the last."""
+WIDTH = 128
+"""So wide is a band at least, but for the last."""
 ALIGNMENT = 64
 """The widths are multiples of it: products on tensor cores begin at such places."""
 
@@ -38,16 +36,19 @@ def pays(matrix: Tensor) -> bool:
     return matrix.device.type in DEVICES and matrix.shape[-1] >= LARGE
 
 
-def cut(matrix: Tensor) -> Bands:
-    """The bands of `[..., d, d]`, as views."""
+def cut(matrix: Tensor, bands: int) -> Bands:
+    """`[..., d, d]` in so many bands at most, as views: (1 + 1/bands)/2 of the numbers."""
     size = matrix.shape[-1]
-    width = max(WIDTH, -(-size // (BANDS * ALIGNMENT)) * ALIGNMENT)
+    width = max(WIDTH, -(-size // (bands * ALIGNMENT)) * ALIGNMENT)
     return tuple(matrix[..., a:, a:b] for a, b in pairwise([*range(0, size, width), size]))
 
 
-def pack(matrix: Tensor) -> Bands:
+def pack(matrix: Tensor, bands: int) -> Bands:
     """A copy in bands, or the one matrix itself where it does not pay."""
-    return tuple(band.contiguous() for band in cut(matrix)) if pays(matrix) else (matrix,)
+    if not pays(matrix):
+        return (matrix,)
+    # Not `contiguous`: a last band of one number is, and would keep the whole matrix in memory.
+    return tuple(band.clone(memory_format=torch.contiguous_format) for band in cut(matrix, bands))
 
 
 def lower(bands: Sequence[Tensor]) -> Tensor:
@@ -100,7 +101,11 @@ def times_symmetric(matrix: Tensor, bands: Sequence[Tensor]) -> Tensor:
     """X A for the symmetric A."""
     product = times_lower(matrix, bands)
     for start, stop, band in _places(bands[:-1]):
-        product[..., stop:] += matrix[..., start:stop] @ band[..., stop - start :, :].mT
+        part, below = matrix[..., start:stop], band[..., stop - start :, :].mT
+        if part.dim() == below.dim() == 3:
+            product[..., stop:].baddbmm_(part, below)
+        else:
+            product[..., stop:] += part @ below
     return product
 
 

@@ -174,7 +174,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         ]
         self.running = RunningStatistics(self.model, self.device)
         self.guard = FiniteGuard(self.structure, self.device, self.running)
-        self._replays = Replays(self.device)
+        self._replays = Replays(self.device, differentiates=False)
         self._numbers = Numbers(self.mean.flat)
         self._steps = 0
         self._draw: Draw | None = None

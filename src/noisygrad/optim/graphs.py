@@ -41,6 +41,7 @@ class Replay:
         device: The GPU that they are on.
         generators: What it draws from, so that every replay has new numbers.
         pool: Memory of another graph that it may use, where the two never hold something for each other.
+        differentiates: Whether it calls autograd.
     """
 
     def __init__(
@@ -49,11 +50,14 @@ class Replay:
         device: torch.device,
         generators: Iterable[torch.Generator] = (),
         pool: Pool | None = None,
+        *,
+        differentiates: bool = True,
     ) -> None:
         self._work = work
         self._device = device
         self._generators = tuple(generators)
         self._pool = pool
+        self._differentiates = differentiates
         self._runs = 0
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -75,6 +79,9 @@ class Replay:
         return None if self._graph is None else self._graph.pool()
 
     def _warm_up(self) -> None:
+        if not self._differentiates:
+            self._work()
+            return
         # Beside the usual stream, as torch asks: what autograd keeps for a leaf remembers where it was made.
         side, usual = _side(self._device), torch.cuda.current_stream()
         side.wait_stream(usual)
@@ -93,11 +100,14 @@ class Replay:
 
 
 class Replays:
-    """Runs pieces of work by name, as CUDA graphs once they have settled."""
+    """Runs pieces of work by name, as CUDA graphs once they have settled; see `Replay`."""
 
-    def __init__(self, device: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
+    def __init__(
+        self, device: torch.device, generators: Iterable[torch.Generator] = (), *, differentiates: bool = True
+    ) -> None:
         self._device = device
         self._generators = tuple(generators)
+        self._differentiates = differentiates
         self._entries: dict[str, tuple[Hashable, Replay]] = {}
 
     def run(self, name: str, key: Hashable, work: Work) -> None:
@@ -109,5 +119,6 @@ class Replays:
         if known is None or known[0] != key:
             pools = (replay.pool for other, (_, replay) in self._entries.items() if other != name)
             pool = next((pool for pool in pools if pool is not None), None)
-            known = self._entries[name] = (key, Replay(work, self._device, self._generators, pool))
+            replay = Replay(work, self._device, self._generators, pool, differentiates=self._differentiates)
+            known = self._entries[name] = (key, replay)
         known[1]()
