@@ -53,6 +53,22 @@ def test_log_prob_equals_torch_distributions() -> None:
 
 
 @pytest.mark.parametrize(("likelihood", "width"), ALL, ids=IDS)
+@pytest.mark.parametrize("replicas", [(), (2,)])
+@pytest.mark.parametrize("events", [(), (2,)], ids=["", "positions"])
+def test_the_score_is_the_derivative_of_log_prob(
+    likelihood: Likelihood, width: int, replicas: tuple[int, ...], events: tuple[int, ...]
+) -> None:
+    likelihood = fresh(likelihood)
+    likelihood.bind(replicas, "cpu", torch.float64)
+    f = outputs(*replicas, 5, *events, width).requires_grad_()
+    target = likelihood.sample(f, [generator(seed) for seed in range(max(1, math.prod(replicas)))])
+    (expected,) = torch.autograd.grad(likelihood.log_prob(f, target).sum(), f)
+    score = likelihood.score(f, target)
+    assert not score.requires_grad
+    torch.testing.assert_close(score, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("likelihood", "width"), ALL, ids=IDS)
 @pytest.mark.parametrize("replicas", [(), (2,), (2, 3)])
 def test_nll_is_the_batch_mean_of_log_prob_and_replicas_are_a_loop(
     likelihood: Likelihood, width: int, replicas: tuple[int, ...]

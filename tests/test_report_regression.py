@@ -11,7 +11,7 @@ import rich.console
 
 import made_results
 from noisygrad.experiments.cells import Results
-from noisygrad.report import classification, paper, regression, site
+from noisygrad.report import image_aims, paper, regression, site
 from noisygrad.report.comparison import LOG_LIKELIHOOD, RMSE, Estimate, signed_difference, verdict
 from noisygrad.report.convergence import convergence_table
 from noisygrad.report.figures import Curve, difference_plot, training_curves
@@ -195,7 +195,7 @@ def test_shortfalls_use_three_for_the_supplement(monkeypatch):
 
 
 def test_reasons_are_about_figures_of_the_paper():
-    aims = {(method, "cifar10", "ece") for method in classification.ECE_TARGETS}
+    aims = {(method, "cifar10", "ece") for method in image_aims.ECE_TARGETS}
     for (method, data, metric), reason in REASONS.items():
         assert metric in paper.quoted(method, data) or (method, data, metric) in aims
         assert reason.endswith(".")

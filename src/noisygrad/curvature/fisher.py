@@ -1,7 +1,8 @@
 """The Fisher of a network's outputs, given a likelihood: sampled, exact or empirical.
 
-Each estimate is one or more backward passes of a *summed* loss to the outputs of the layers, by `torch.autograd.grad`,
-apart from the user's own backward pass. So nothing that scales the user's loss can reach the statistics.
+Each estimate is one or more backward passes of a *summed* log-likelihood to the outputs of the layers, by
+`torch.autograd.grad`, apart from the user's own backward pass. So nothing that scales the user's loss can reach the
+statistics. A pass starts from the log-likelihood's own derivative (`Likelihood.score`).
 
 - sampled: targets drawn from the model's own prediction; one pass, unbiased (the paper's footnote 2);
 - exact: the square root of the output Fisher, column by column; K passes for K outputs;
@@ -67,16 +68,16 @@ def fisher_passes(
         columns = likelihood.output_fisher_factor(output.detach())
         scale = len(columns) ** 0.5
         for column in columns:
-            weights = column * scale
-            if signs is not None:
-                weights = weights * signs.reshape(*signs.shape, *[1] * (weights.dim() - signs.dim()))
-            yield _differentiate((output * weights.to(output.dtype)).sum(), layers, others, batch, dtype)
+            yield _differentiate(output, _signed(column * scale, signs), layers, others, batch, dtype)
         return
     if kind == "sampled":
         target = likelihood.sample(output.detach(), generators)
-    losses = likelihood.log_prob(output, target)
-    total = (losses if signs is None else losses * signs).sum()
-    yield _differentiate(total, layers, others, batch, dtype)
+    yield _differentiate(output, _signed(likelihood.score(output, target), signs), layers, others, batch, dtype)
+
+
+def _signed(starts: Tensor, signs: Tensor | None) -> Tensor:
+    """What a backward pass starts from, each example's with its sign."""
+    return starts if signs is None else starts * signs.reshape(*signs.shape, *[1] * (starts.dim() - signs.dim()))
 
 
 def random_signs(output: Tensor, lead: int, generators: Sequence[torch.Generator]) -> Tensor:
@@ -116,8 +117,9 @@ class Layers:
 
 
 def _differentiate(
-    total: Tensor, layers: Layers, others: Parameters, batch: Batch, dtype: torch.dtype
+    output: Tensor, start: Tensor, layers: Layers, others: Parameters, batch: Batch, dtype: torch.dtype
 ) -> dict[str, Pass]:
+    """The passes of a backward pass that starts at the output with these numbers."""
     places = [*(record.edge for record in layers.asked), *(get_gradient_edge(parameter) for _, parameter in others)]
     if not places:
         return {}
@@ -125,7 +127,7 @@ def _differentiate(
 
     @torch.no_grad()
     def take(records: Sequence[Record], gradients: Sequence[Tensor]) -> None:
-        device = total.device.type
+        device = output.device.type
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             for name, one in _layer_passes(records, gradients, batch, dtype).items():
                 found[name] = kept = layers.summarise(layers.units[name], one)
@@ -133,7 +135,7 @@ def _differentiate(
                     kept.let_go([record.inputs for record in records])  # those of the graph, which is still there
 
     with listening(layers.heard, lambda record, gradient: take([record], [gradient])):
-        gradients = torch.autograd.grad(total, places, retain_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(output, places, start.to(output.dtype), retain_graph=True, allow_unused=True)
     used = [(record, g) for record, g in zip(layers.asked, gradients, strict=False) if g is not None]
     take([record for record, _ in used], [g for _, g in used])
     passes = {name: found[name] for name in layers.units if name in found}

@@ -148,20 +148,32 @@ def lower_inverse(lower: Tensor) -> Tensor:
 
     Nearly all the work is then products of matrices without known zeros: a third of what solving for the identity is.
     """
-    size = lower.shape[-1]
     many = not lower.is_cuda and lower.dim() > 2 and lower.shape[:-2].numel() > 4
-    if size <= (SMALL_TRIANGLES if many else SMALL_TRIANGLE.get(lower.device.type, 64)):
-        eye = torch.eye(size, dtype=lower.dtype, device=lower.device)
-        solved: Tensor = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
-        return solved
-    half = size // 2
-    upper_left = lower_inverse(lower[..., :half, :half])
-    lower_right = lower_inverse(lower[..., half:, half:])
+    small = SMALL_TRIANGLES if many else SMALL_TRIANGLE.get(lower.device.type, 64)
+    if lower.shape[-1] <= small:
+        return _solved_for_identity(lower)
     inverse = torch.zeros_like(lower)
-    inverse[..., :half, :half] = upper_left
-    inverse[..., half:, half:] = lower_right
-    inverse[..., half:, :half] = -(lower_right @ (lower[..., half:, :half] @ upper_left))
+    _invert(lower, inverse, small)
     return inverse
+
+
+def _invert(lower: Tensor, inverse: Tensor, small: int) -> None:
+    """Write the inverse where there are zeros."""
+    size = lower.shape[-1]
+    if size <= small:
+        inverse.copy_(_solved_for_identity(lower))
+        return
+    before, after = slice(size // 2), slice(size // 2, size)
+    _invert(lower[..., before, before], inverse[..., before, before], small)
+    _invert(lower[..., after, after], inverse[..., after, after], small)
+    coupling = lower[..., after, before] @ inverse[..., before, before]
+    inverse[..., after, before] = (inverse[..., after, after] @ coupling).neg_()
+
+
+def _solved_for_identity(lower: Tensor) -> Tensor:
+    eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    solved: Tensor = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
+    return solved
 
 
 def _floored_inverse_root(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:

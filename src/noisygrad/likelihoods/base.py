@@ -51,6 +51,13 @@ class Likelihood(nn.Module, ABC):
         """The loss: the mean over the batch of minus `log_prob`, summed over replicas. Does not call `check`."""
         return -self.log_prob(output, target).sum() / output.shape[len(self.replicas)]
 
+    def score(self, output: Tensor, target: Tensor) -> Tensor:
+        """∂ log p / ∂ output, of the output's shape: what a backward pass of `log_prob` starts from."""
+        with torch.enable_grad():
+            leaf = output.detach().requires_grad_()
+            (score,) = torch.autograd.grad(self.log_prob(leaf, target).sum(), leaf)
+        return score
+
     @abstractmethod
     def sample(self, output: Tensor, generators: Sequence[torch.Generator] | None = None) -> Tensor:
         """Targets drawn from the model given `output`, for the true Fisher; never waits for the device.

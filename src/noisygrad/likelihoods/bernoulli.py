@@ -29,6 +29,10 @@ class Bernoulli(Likelihood):
         """y log p + (1 − y) log(1 − p), `[*replicas, batch]`, summed over outputs."""
         return -self._sum_event(F.binary_cross_entropy_with_logits(widened(output), target, reduction="none"))
 
+    def score(self, output: Tensor, target: Tensor) -> Tensor:
+        """y less its probability."""
+        return target - torch.sigmoid(widened(output.detach()))
+
     def nll(self, output: Tensor, target: Tensor) -> Tensor:
         """Binary cross-entropy: mean over the batch, summed over outputs and replicas."""
         total = F.binary_cross_entropy_with_logits(widened(output), target, reduction="sum")

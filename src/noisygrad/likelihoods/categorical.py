@@ -50,6 +50,12 @@ class Categorical(Likelihood):
         chosen = torch.log_softmax(widened(output), -1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
         return self._sum_event(chosen)
 
+    def score(self, output: Tensor, target: Tensor) -> Tensor:
+        """1 at the label and 0 elsewhere, less the probabilities."""
+        probs = torch.softmax(widened(output.detach()), -1)
+        classes = torch.arange(output.shape[-1], device=output.device)
+        return (target.unsqueeze(-1) == classes).to(probs.dtype).sub_(probs)
+
     def nll(self, output: Tensor, target: Tensor) -> Tensor:
         """Cross-entropy: mean over the batch, summed over positions and replicas."""
         if output.ndim == 2:

@@ -154,6 +154,11 @@ class Gaussian(Likelihood):
         scale, normaliser = (self._over_event(part, output) for part in (self.half_precision, self.half_log_normaliser))
         return -self._sum_event(scale * squared + normaliser)
 
+    def score(self, output: Tensor, target: Tensor) -> Tensor:
+        """E[τ] (y − f)."""
+        self._expand(self._event_size(output))
+        return (target - widened(output.detach())) * self._over_event(2 * self.half_precision, output)
+
     def nll(self, output: Tensor, target: Tensor) -> Tensor:
         """The mean over the batch of minus `log_prob`, summed over replicas."""
         sharing = self._expand(self._event_size(output))

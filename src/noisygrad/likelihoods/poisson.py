@@ -34,6 +34,10 @@ class Poisson(Likelihood):
         count = target.to(log_rate.dtype)
         return self._sum_event(count * log_rate - log_rate.exp() - torch.lgamma(count + 1))
 
+    def score(self, output: Tensor, target: Tensor) -> Tensor:
+        """The count less the rate."""
+        return target - widened(output.detach()).exp()
+
     def sample(self, output: Tensor, generators: Sequence[torch.Generator] | None = None) -> Tensor:
         """Counts of the output's type."""
         # torch.poisson refuses NaN with an error of its own; the loss is NaN too, and what trains on it says where.

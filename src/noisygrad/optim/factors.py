@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from noisygrad.distributed import Ranks
-from noisygrad.families import diagonal, packed
+from noisygrad.families import diagonal, kronecker, packed
 from noisygrad.families.base import Prior, Statistics, TensorRecord, is_thin
 from noisygrad.families.factorisation import FactorisationError, capturing, deferred
 from noisygrad.families.rounding import full_precision
@@ -126,7 +126,7 @@ class Factors:
         else:
             self._average_in_place(new, rate)
 
-    def _average_in_place(self, new: list[Tensor], rate: Tensor) -> None:
+    def _average_in_place(self, new: list[Tensor], rate: Tensor | float) -> None:
         """The same in the memory of `new`: the moments of a deep network are as large as its activations."""
         old = [tensor for block in self.blocks for tensor in self.statistics[block.name].tensors().values()]
         torch._foreach_sub_(new, old)
@@ -137,12 +137,14 @@ class Factors:
         """Remember on the host that these blocks were updated; a replayed step does so only on the device."""
         self._seen = [seen + (block.name in names) for seen, block in zip(self._seen, self.blocks, strict=True)]
 
-    def _rate(self, decay: float | Tensor, mask: Tensor | None, index: int | None = None) -> Tensor:
+    def _rate(self, decay: float | Tensor, mask: Tensor | None, index: int | None = None) -> Tensor | float:
         """1 − decay_k, with k advanced, of one block or of all at once; 0 where the mask is."""
         counts = self.updates if index is None else self.updates[index]
         counts += 1.0 if mask is None else mask
         count = self.updates[0] if index is None else counts
         forget = self._options.fisher_start == "forgotten"
+        if mask is None and self._device.type == "cpu" and not isinstance(decay, Tensor):
+            return max(1.0 / (count.item() + 1.0), 1.0 - decay) if forget else 1.0 - decay
         rate = (1.0 / (count + 1.0)).clamp(min=1.0 - decay) if forget else torch.zeros_like(count) + (1.0 - decay)
         return rate if mask is None else rate * mask
 
@@ -195,7 +197,7 @@ class Factors:
             statistics = stack.statistics(self.statistics)
             try:
                 with deferred() as failures:
-                    new = self._factorise(statistics, stack.prior, dampings[first.group], first.noise)
+                    new = self._factorise(statistics, stack.prior, dampings[first.group], first.noise, twice=True)
             except FactorisationError:
                 continue
             if not (failures and bool(torch.stack(failures).any())):
@@ -251,11 +253,19 @@ class Factors:
             self.cached = cached
             raise
 
-    def _factorise(self, statistics: Statistics, prior: Prior, damping: float, noise: bool) -> BlockFactors:
+    def _factorise(
+        self, statistics: Statistics, prior: Prior, damping: float, noise: bool, *, twice: bool = False
+    ) -> BlockFactors:
+        """Those of a block, or of a stack; `twice` makes what draws and what steps need together, in more memory."""
         mode = self._options.damping_mode
         if noise and damping == 0.0:
             both = packed.factors(statistics.factorise(prior, 0.0, mode).without_terms().for_steps())
             return BlockFactors(both, both)
+        if twice and noise and mode == "factored":
+            assert isinstance(statistics, kronecker.Statistics)
+            assert isinstance(prior, kronecker.Prior)
+            draws, steps = statistics.factorise_twice(prior, damping)
+            return BlockFactors(packed.factors(draws.sampler()), packed.factors(steps.solver()))
         stepper = packed.factors(statistics.factorise(prior, damping, mode).without_terms().solver())
         sampler = packed.factors(statistics.factorise(prior, 0.0, mode).sampler()) if noise else None
         return BlockFactors(sampler, stepper)

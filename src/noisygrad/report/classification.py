@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
 from pathlib import Path
 
 from noisygrad.experiments.cells import Cell, Results
-from noisygrad.experiments.configurations import CONFIGURATIONS, PLAIN, full_name, heading, parts
+from noisygrad.experiments.configurations import CONFIGURATIONS, full_name, heading, parts
 from noisygrad.report import paper
 from noisygrad.report.calibration import (
-    OURS,
-    WITHOUT_NOISE,
     add_corruption,
     add_reliability,
     add_scores,
@@ -21,22 +18,17 @@ from noisygrad.report.calibration import (
     methods_in,
     scores_table,
 )
-from noisygrad.report.comparison import ACCURACY, ECE, Metric, signed
+from noisygrad.report.comparison import ACCURACY, ACCURACY_OF_MANY, Metric, signed
 from noisygrad.report.figures import Curve, Panel, View, curve_panels
+from noisygrad.report.image_aims import ORDER, add_shortfalls, standings
 from noisygrad.report.page import Page
-from noisygrad.report.provenance import add_environment, add_failures, add_gaps, add_settings, wall_time_table
-from noisygrad.report.reasons import REASONS
-from noisygrad.report.study import Standing, Study
+from noisygrad.report.provenance import add_environment, add_settings, wall_time_table
+from noisygrad.report.study import Study
 from noisygrad.report.tables import Column, ComparisonTable, Entry, Table
 
-ECE_TARGETS = {OURS: 0.03, f"{OURS}/D": 0.02}
-"""The calibration that was aimed at."""
-
 _DATA = paper.TABLE_2_DATA
-_DECAYED = "K-FAC+WD"
 _LEARNED_NORM = "learned-norm"
 _TITLES = {"mnist": "MNIST", "digits": "Digits"}
-_ORDER = tuple(full_name(method, name) for method in paper.TABLE_2_METHODS for name in CONFIGURATIONS)
 _LOGITS = Metric(key="accuracy_of_mean_logits", title="accuracy of the mean logits", better="highest")
 _WEIGHTS = Metric(key="accuracy_of_mean_weights", title="accuracy of the mean weights", better="highest")
 _OWN_NORM = Metric(key="accuracy_own_norm", title="accuracy with each draw's own batch statistics", better="highest")
@@ -50,7 +42,7 @@ _STEP = Metric(key="step_ms", title="time of a step", better="lowest")
 
 def sections(results: Path, page: Page) -> None:
     """Everything about classification; a word on how to make it where there is nothing."""
-    study = Study(Results(results, "classification").load(), _ORDER)
+    study = Study(Results(results, "classification").load(), ORDER)
     if not study.cells:
         page.section("Classification").text(
             "There is no classification.jsonl among the results. Make it with: noisygrad reproduce classification"
@@ -64,30 +56,51 @@ def sections(results: Path, page: Page) -> None:
         add_corruption(page, study, _DATA)
         _averages(page, study)
     _other_data(page, study)
-    _shortfalls(page, study)
+    add_shortfalls(page, study)
     _provenance(page, study)
 
 
 def accuracy_table(study: Study) -> ComparisonTable:
     """Table 2: methods by configurations, ours over the paper's; variants of a method follow the paper's rows."""
-    rows = list(
-        dict.fromkeys((*paper.TABLE_2_METHODS, *(parts(name)[0] for name in study.methods if study.of(name, _DATA))))
+    rows = dict.fromkeys((*paper.TABLE_2_METHODS, *(parts(name)[0] for name in study.methods if study.of(name, _DATA))))
+    return _compared(
+        study,
+        list(rows),
+        ACCURACY,
+        "Test accuracy in per cent: mean ± standard error over the seeds, or the one seed there is; below it, where "
+        "there is one, the paper's figure. D is augmentation, B batch norm.",
     )
+
+
+def many_draws_table(study: Study) -> ComparisonTable | None:
+    """The same of the methods that draw, with as many draws as were counted; None where nobody counted."""
+    counted = [name for name in study.methods if study.values(name, _DATA, ACCURACY_OF_MANY)]
+    if not counted:
+        return None
+    most = max(listed(cell, "draws")[-1] for name in counted for cell in study.of(name, _DATA) if listed(cell, "draws"))
+    return _compared(
+        study,
+        list(dict.fromkeys(parts(name)[0] for name in counted)),
+        ACCURACY_OF_MANY,
+        f"The same with {most:g} draws of the weights, of the seeds for which that was measured.",
+    )
+
+
+def _compared(study: Study, rows: list[str], metric: Metric, caption: str) -> ComparisonTable:
     return ComparisonTable(
         columns=list(CONFIGURATIONS),
-        rows={row: [_entry(study, full_name(row, name)) for name in CONFIGURATIONS] for row in rows},
+        rows={row: [_entry(study, full_name(row, name), metric) for name in CONFIGURATIONS] for row in rows},
         corner="method",
-        meanings=ACCURACY.meanings,
-        caption="Test accuracy in per cent: mean ± standard error over the seeds, or the one seed there is; below it, "
-        "where there is one, the paper's figure. D is augmentation, B batch norm.",
+        meanings=metric.meanings,
+        caption=caption,
     )
 
 
-def _entry(study: Study, method: str) -> Entry:
-    ours, standing = study.estimate(method, _DATA, ACCURACY), study.standing(method, _DATA, ACCURACY)
+def _entry(study: Study, method: str, metric: Metric) -> Entry:
+    ours, standing = study.estimate(method, _DATA, metric), study.standing(method, _DATA, metric)
     theirs = "" if standing is None else f"paper {standing.theirs.text()}"
     failed = sum(cell.error is not None for cell in study.of(method, _DATA))
-    count = len(study.values(method, _DATA, ACCURACY))
+    count = len(study.values(method, _DATA, metric))
     notes = [f"{count} seeds"] * (count > 1) + [f"{failed} failed"] * (failed > 0)
     difference = None if standing is None else standing.difference
     return Entry(
@@ -99,11 +112,6 @@ def _entry(study: Study, method: str) -> Entry:
     )
 
 
-def _standings(study: Study) -> list[Standing]:
-    found = (study.standing(method, _DATA, ACCURACY) for method in _ORDER)
-    return [standing for standing in found if standing is not None]
-
-
 def _table_2(page: Page, study: Study) -> None:
     page.section("Classification: Table 2")
     if _DATA not in study.data:
@@ -111,14 +119,21 @@ def _table_2(page: Page, study: Study) -> None:
             "There are no cells of CIFAR-10 among the results. Make them with: noisygrad reproduce classification"
         )
         return
-    standings = _standings(study)
-    verdicts = [standing.verdict for standing in standings if standing.verdict is not None]
+    known = standings(study)
+    verdicts = [standing.verdict for standing in known if standing.verdict is not None]
     page.text(
-        f"CIFAR-10 with the paper's VGG16. Of the paper's {len(standings)} figures {len(verdicts)} are measured here: "
+        f"CIFAR-10 with the paper's VGG16. Of the paper's {len(known)} figures {len(verdicts)} are measured here: "
         f"{verdicts.count('better')} at or above the paper's, {verdicts.count('within')} short by at most "
         f"{ACCURACY.tolerance:g} points, {verdicts.count('worse')} by more. The paper gives no errors.{_spread(study)}"
     )
     page.table(accuracy_table(study))
+    many = many_draws_table(study)
+    if many is not None:
+        page.text(
+            "A prediction is a mean over the posterior, and ten draws of the weights, which the paper takes, leave it "
+            "with an error of its own."
+        )
+        page.table(many)
     page.text(
         "The paper leaves BBB and noisy-Adam with batch norm empty: extremely unstable, it says, and working only with "
         "a very small KL weight."
@@ -240,88 +255,6 @@ def _other_data(page: Page, study: Study) -> None:
         page.table(scores_table(study, data, methods, _TITLES.get(data, data)))
 
 
-@dataclass(frozen=True)
-class Shortfall:
-    """A figure that misses what was aimed at."""
-
-    method: str
-    metric: Metric
-    text: str
-
-    @property
-    def sentence(self) -> str:
-        """With the reason, where it is known."""
-        reason = REASONS.get((self.method, _DATA, self.metric.key), "")
-        return f"{self.method}, {self.metric.title}: {self.text}.{' ' * bool(reason)}{reason}"
-
-
-def shortfalls(study: Study) -> list[Shortfall]:
-    """Accuracies short of the paper's, the worst first; calibration short of its aim; weight decay as good as noise."""
-    found = [
-        (standing.difference, standing)
-        for standing in _standings(study)
-        if standing.difference is not None
-        and (standing.verdict == "worse" or (parts(standing.method)[0] == OURS and standing.verdict != "better"))
-    ]
-    missed = [_short_accuracy(standing) for _, standing in sorted(found, key=lambda pair: pair[0])]
-    for method, most in ECE_TARGETS.items():
-        ours = study.estimate(method, _DATA, ECE)
-        other = full_name(WITHOUT_NOISE, parts(method)[1])
-        plain = study.estimate(other, _DATA, ECE)
-        if ours is not None and ours.mean > most:
-            missed.append(Shortfall(method, ECE, f"{ours.text(3)}, where at most {most:g} was aimed at"))
-        if ours is not None and plain is not None and 3 * ours.mean > plain.mean:
-            missed.append(
-                Shortfall(method, ECE, f"{ours.text(3)}, more than a third of the {plain.text(3)} of {other}")
-            )
-    noisy, decayed = (study.estimate(method, _DATA, ACCURACY) for method in (OURS, _DECAYED))
-    if noisy is not None and decayed is not None and decayed.mean >= noisy.mean:
-        missed.append(Shortfall(_DECAYED, ACCURACY, f"{decayed.text(2)}, not below the {noisy.text(2)} of {OURS}"))
-    return missed
-
-
-def _short_accuracy(standing: Standing) -> Shortfall:
-    ours = "–" if standing.ours is None else standing.ours.text(2)
-    distance = "" if standing.difference is None else f", {signed(standing.difference)} points"
-    return Shortfall(standing.method, ACCURACY, f"{ours} against the paper's {standing.theirs.text()}{distance}")
-
-
-def _shortfalls(page: Page, study: Study) -> None:
-    page.section("Where classification falls short")
-    if _DATA in study.data:
-        page.text(
-            f"What was aimed at on CIFAR-10: {OURS} at or above the paper's accuracy, the others at most "
-            f"{ACCURACY.tolerance:g} points below theirs, {_DECAYED} below {OURS}; an ECE of {OURS} of at most "
-            + " and ".join(f"{most:g} in {parts(method)[1]}" for method, most in ECE_TARGETS.items())
-            + f", and at most a third of that of {WITHOUT_NOISE} there."
-        )
-        found = shortfalls(study)
-        if found:
-            page.items(shortfall.sentence for shortfall in found)
-        else:
-            page.text("Nothing that is measured falls short of this.")
-        add_gaps(page, _gaps(study))
-    add_failures(page, study, "seed")
-    if not study.failed and _DATA not in study.data:
-        page.text("No training failed.")
-
-
-def _gaps(study: Study) -> list[str]:
-    """Configurations that a method was not run in, and those that want a second seed."""
-    found = []
-    for method in paper.TABLE_2_METHODS:
-        wanted = (PLAIN,) if method == _DECAYED else tuple(CONFIGURATIONS)
-        seeds = {name: len(study.values(full_name(method, name), _DATA, ACCURACY)) for name in wanted}
-        absent = [name for name, count in seeds.items() if count == 0]
-        single = [name for name, count in seeds.items() if count == 1 and method in (OURS, WITHOUT_NOISE)]
-        words = [f"not measured in {', '.join(absent)}"] * bool(absent) + [f"one seed in {', '.join(single)}"] * bool(
-            single
-        )
-        if words:
-            found.append(f"{method}: {'; '.join(words)}")
-    return found
-
-
 def _settings_group(cell: Cell) -> tuple[str, str]:
     short, configuration = parts(cell.method)
     return short, configuration if cell.data == _DATA else f"{cell.data} {configuration}"
@@ -344,8 +277,8 @@ def step_table(study: Study) -> Table | None:
 
 def _provenance(page: Page, study: Study) -> None:
     page.section("How classification was made")
-    own = Study([cell for cell in study.cells if cell.data == _DATA], _ORDER)
-    others = Study([cell for cell in study.cells if cell.data != _DATA], _ORDER)
+    own = Study([cell for cell in study.cells if cell.data == _DATA], ORDER)
+    others = Study([cell for cell in study.cells if cell.data != _DATA], ORDER)
     if own.cells:
         caption = "Wall time on CIFAR-10, all seeds together; trainings that ran side by side shared a device"
         page.table(wall_time_table(own, caption, corner="method", place=lambda cell: parts(cell.method)))

@@ -37,6 +37,10 @@ class Metric:
     """What still counts as near, where the paper gives no standard errors; None to judge by those."""
     unit: str = ""
     """Of a difference between two values."""
+    entry: int | None = None
+    """Which of them, where a cell has a list."""
+    quoted_as: str | None = None
+    """The key of the paper's figure, where it is another."""
 
     @property
     def meanings(self) -> dict[Verdict, str]:
@@ -64,8 +68,18 @@ CORRELATION = Metric(key="correlation", title="correlation of predictive varianc
 RMSE_RANDOM = Metric(key="rmse_random", title="test RMSE after random acquisitions", better="lowest")
 RMSE_ACTIVE = Metric(key="rmse_active", title="test RMSE after acquisitions by variance", better="lowest")
 ACCURACY = Metric(key="accuracy", title="test accuracy", better="highest", tolerance=0.7, unit="points")
+ACCURACY_OF_MANY = Metric(
+    key="accuracy_by_draws",
+    title="test accuracy with most draws",
+    better="highest",
+    tolerance=ACCURACY.tolerance,
+    unit=ACCURACY.unit,
+    entry=-1,
+    quoted_as=ACCURACY.key,
+)
 NLL = Metric(key="nll", title="negative log-likelihood", better="lowest")
 ECE = Metric(key="ece", title="ECE", better="lowest")
+ECE_OF_MANY = Metric(key="ece_by_draws", title="ECE with most draws", better="lowest", entry=-1)
 BRIER = Metric(key="brier", title="Brier score", better="lowest")
 
 

@@ -70,7 +70,7 @@ class Study:
 
     def values(self, method: str, data: str, metric: Metric) -> list[float]:
         """The metric in every replicate that has a finite one."""
-        found = (cell.metrics.get(metric.key) for cell in self.of(method, data) if cell.error is None)
+        found = (_value(cell, metric) for cell in self.of(method, data) if cell.error is None)
         return [float(value) for value in found if isinstance(value, int | float) and math.isfinite(value)]
 
     def estimate(self, method: str, data: str, metric: Metric) -> Estimate | None:
@@ -80,7 +80,7 @@ class Study:
 
     def standing(self, method: str, data: str, metric: Metric) -> Standing | None:
         """Ours beside the paper's figure; None where the paper has none."""
-        theirs = paper.quoted(method, data).get(metric.key)
+        theirs = paper.quoted(method, data).get(metric.quoted_as or metric.key)
         if theirs is None:
             return None
         ours = self.estimate(method, data, metric)
@@ -97,3 +97,10 @@ class Study:
             if data != "year"
         )
         return [standing for standing in found if standing is not None]
+
+
+def _value(cell: Cell, metric: Metric) -> object:
+    found = cell.metrics.get(metric.key)
+    if metric.entry is None:
+        return found
+    return found[metric.entry] if isinstance(found, list) and found else None
