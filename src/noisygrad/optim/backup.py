@@ -29,5 +29,8 @@ class Backup:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    try:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    except RuntimeError:  # a system may allow few such pages; then the copy is waited for
+        return tensor.cpu()
     return copy.copy_(tensor, non_blocking=True)
