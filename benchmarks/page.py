@@ -27,8 +27,8 @@ K-FAC's refreshes), bf16 ones have a network in bfloat16. Eager steps there wait
 ratios to eager SGD do too: NoisyAdam had 1.25, 1.29, 1.35 and 1.35 in runs in which SGD took 4.5, 4.0, 3.7 and 3.5 ms,
 and captured NoisyKFAC 0.68, 0.89, 1.01 and 1.01 (the first with whole factors, which take 1078 MB, the others with
 bands of them). NoisyAdam was 0.80 to 0.86 × IVON wherever both ran. The figures below are those of the last. A refresh
-of K-FAC's factors waits for the host too; it makes what draws and what steps need in one batch since, which is not
-measured yet.
+of K-FAC's factors waits for the host too. Since then it makes what draws and what steps need in one batch, of all but
+the largest layers, which is not measured yet.
 
 Peak memory is that of a process that does nothing else: what is resident beyond the start, or allocated on the GPU.
 Ours has steps with statistics and a refresh of the factors in it.

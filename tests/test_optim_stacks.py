@@ -78,11 +78,14 @@ def test_a_stacked_step_is_that_of_single_blocks(settings, monkeypatch):
     torch.testing.assert_close(other.mean.flat, one.mean.flat, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("large", [1, stacks.LARGE], ids=["apart", "twice"])
 @pytest.mark.parametrize("noise", [False, True])
 @pytest.mark.parametrize("settings", CASES, ids=str)
-def test_a_stack_factorised_in_parts_is_the_same(settings, noise, monkeypatch):
+def test_a_stack_factorised_in_parts_is_the_same(settings, noise, large, monkeypatch):
+    """What draws and what steps need are made in one batch, or, of large ones, apart."""
     whole = trained(monkeypatch, True, **settings, noise=noise)
     monkeypatch.setattr(stacks, "TOGETHER", 1)
+    monkeypatch.setattr(stacks, "LARGE", large)
     parted = trained(monkeypatch, True, **settings, noise=noise)
     assert any(len(stack.split()) > 1 for stack in parted.factors._stacks.stacks)
     torch.testing.assert_close(parted.mean.flat, whole.mean.flat, rtol=1e-10, atol=1e-12)

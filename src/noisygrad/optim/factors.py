@@ -197,7 +197,9 @@ class Factors:
             statistics = stack.statistics(self.statistics)
             try:
                 with deferred() as failures:
-                    new = self._factorise(statistics, stack.prior, dampings[first.group], first.noise, twice=True)
+                    new = self._factorise(
+                        statistics, stack.prior, dampings[first.group], first.noise, twice=not stack.is_one_large
+                    )
             except FactorisationError:
                 continue
             if not (failures and bool(torch.stack(failures).any())):

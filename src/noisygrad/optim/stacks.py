@@ -23,6 +23,7 @@ Record = TypeVar("Record", bound=TensorRecord)
 DEVICES = {"cuda"}
 """Where stacking pays; a CPU has no launches to save, and would only copy."""
 ALIGNMENT = 8
+LARGE = 1024
 TOGETHER = 1 << 23
 """Matrices of so many numbers are factorised together: it takes several times their memory."""
 _PADDED = {"right": (-2, -1), "inverse_right": (-2, -1), "right_basis": (-2, -1), "spectrum": (-1,)}
@@ -72,6 +73,11 @@ class Stack:
     def size(self) -> int:
         """Of its part of the padded vector."""
         return len(self.blocks) * self.height * self.width
+
+    @property
+    def is_one_large(self) -> bool:
+        """Whether it is one block with a large factor: Cholesky of several at once is made for smaller ones."""
+        return len(self.blocks) == 1 and max(self.width, self.height) >= LARGE
 
     def part(self, padded: Tensor) -> Tensor:
         """Its part, `[*replicas, blocks, height · width]`."""
