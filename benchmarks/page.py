@@ -5,6 +5,7 @@ python benchmarks/page.py     # writes docs/benchmarks.md
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -18,17 +19,18 @@ HEAD = """# Step times
 Made by `benchmarks/page.py` from the files that `benchmarks/run.py` left in `results/`. Every method trains the same
 network on the same batch; rounds of all methods are interleaved in one run and the median is taken, so look at the
 ratios. Statistics are taken every 10 steps and factors made every 200, and both are part of the mean step. On a CPU
-NoisyAdam is level with IVON or a little ahead: eleven runs of VGG16 gave 0.98 to 1.02 and eight of the MLP 0.97 to
-1.01, of code that changed little in between; the figures below are the last of them. One longer run of the two alone
-for each network, of older code, gave {vgg16:.2f} and {mlp:.2f} (41 and 61 rounds, `results/ivon-cpu.json`).
+NoisyAdam and IVON are level: eleven runs of VGG16 gave 0.98 to 1.02 and eight of the MLP 0.97 to 1.01, of code that
+changed little in between; the figures below are the last of them. One longer run of the two alone for each network, of
+older code, gave {vgg16:.2f} and {mlp:.2f} (41 and 61 rounds, `results/ivon-cpu.json`).
 
 On the GPU all methods have images in channels-last order and TF32 products; captured steps are CUDA graphs (all but
 K-FAC's refreshes), bf16 ones have a network in bfloat16. Eager steps there wait for the host, and hosts differ, so that
-ratios to eager SGD do too: NoisyAdam had 1.25, 1.29, 1.35 and 1.35 in runs in which SGD took 4.5, 4.0, 3.7 and 3.5 ms,
-and captured NoisyKFAC 0.68, 0.89, 1.01 and 1.01 (the first with whole factors, which take 1078 MB, the others with
-bands of them). NoisyAdam was 0.80 to 0.86 × IVON wherever both ran. The figures below are those of the last. A refresh
-of K-FAC's factors waits for the host too. Since then it makes what draws and what steps need in one batch, of all but
-the largest layers, which is not measured yet.
+ratios to eager SGD do too. In the last four runs, of which the figures below are the fourth and only two were kept, SGD
+took 4.5, 4.0, 3.7 and 3.5 ms, NoisyAdam 1.25, 1.29, 1.35 and 1.35 times as long (0.80 to 0.82 × IVON in the three that
+had it), and captured NoisyKFAC 0.68, 0.89, 1.01 and 1.01 times. Code differs too: in the first of them K-FAC's factors
+were whole, which took 1078 MB (eager), and its captured step 3.07 ms; products with bands are likely a part of what it
+takes longer since. A refresh of K-FAC's factors waits for the host as well. Since the fourth run it makes what draws
+and what steps need in one batch, of all but the largest layers, which is not measured yet.
 
 Peak memory is that of a process that does nothing else: what is resident beyond the start, or allocated on the GPU.
 Ours has steps with statistics and a refresh of the factors in it.
@@ -84,4 +86,5 @@ def table(results: dict[str, dict[str, float]]) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     (ROOT / "docs" / "benchmarks.md").write_text(page(), encoding="utf-8")

@@ -195,6 +195,28 @@ def test_a_failed_refresh_leaves_bands_as_they_were(stacked, small, monkeypatch)
             assert torch.equal(tensor, before[name]), name
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, ValueError])
+@pytest.mark.parametrize("stacked", [False, True], ids=["single", "stacked"])
+def test_whatever_ends_a_refresh_leaves_all_as_it_was(stacked, error, monkeypatch):
+    monkeypatch.setattr(stacks, "DEVICES", {"cpu"} if stacked else set())
+    optimizer = made(damping=0.1, factor_every=6)
+    train_on(optimizer, (), seed=2)
+    before = optimizer.state_dict()["tensors"]
+    calls = iter(range(100))
+
+    def interrupted(*arguments, **keywords):
+        if next(calls) == 3:
+            raise error
+        return factorise(*arguments, **keywords)
+
+    factorise = optimizer.factors._factorise
+    monkeypatch.setattr(optimizer.factors, "_factorise", interrupted)
+    with pytest.raises(error):
+        train_on(optimizer, (), seed=3, steps=1)
+    for name, tensor in optimizer.state_dict()["tensors"].items():
+        assert torch.equal(tensor, before[name]), name
+
+
 def test_bad_statistics_in_bands_are_noticed(small):
     optimizer = made(damping=0.1)
     x, y = torch.randn(8, 2, 4, 4, dtype=torch.float64), torch.zeros(8, dtype=torch.long)

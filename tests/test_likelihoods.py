@@ -68,6 +68,15 @@ def test_the_score_is_the_derivative_of_log_prob(
     torch.testing.assert_close(score, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_another_log_prob_has_its_own_score() -> None:
+    class Sharp(Categorical):
+        def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+            return super().log_prob(2 * output, target)
+
+    f, labels = outputs(5, 3), torch.tensor([0, 2, 1, 1, 0])
+    torch.testing.assert_close(Sharp().score(f, labels), 2 * Categorical().score(2 * f, labels))
+
+
 @pytest.mark.parametrize(("likelihood", "width"), ALL, ids=IDS)
 @pytest.mark.parametrize("replicas", [(), (2,), (2, 3)])
 def test_nll_is_the_batch_mean_of_log_prob_and_replicas_are_a_loop(

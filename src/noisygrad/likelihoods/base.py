@@ -31,6 +31,12 @@ def diagonal_columns(root: Tensor, event_dims: int) -> Tensor:
 class Likelihood(nn.Module, ABC):
     """The distribution of a target given the network's output."""
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        """A `log_prob` of its own without a `score` has the general one, not that of another `log_prob`."""
+        super().__init_subclass__(**arguments)
+        if "log_prob" in vars(cls) and "score" not in vars(cls):
+            cls.score = Likelihood.score  # type: ignore[method-assign]
+
     def __init__(self) -> None:
         super().__init__()
         self.replicas = torch.Size()

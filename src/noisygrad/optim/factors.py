@@ -233,7 +233,7 @@ class Factors:
         before, seen = Backup([self._moments, self.updates], elsewhere=self._bulky), self._seen
         try:
             yield
-        except (ArithmeticError, RuntimeError):
+        except BaseException:  # Ctrl-C too
             before.restore()
             self._seen = seen
             raise
@@ -250,7 +250,7 @@ class Factors:
         before = Backup([*stacked, *apart], elsewhere=self._bulky)
         try:
             yield
-        except (ArithmeticError, RuntimeError):
+        except BaseException:  # Ctrl-C too
             before.restore()
             self.cached = cached
             raise

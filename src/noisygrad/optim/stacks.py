@@ -85,7 +85,7 @@ class Stack:
         return mine
 
     def statistics(self, of_blocks: Mapping[str, Statistics]) -> Statistics:
-        """A copy of its blocks' statistics, as one."""
+        """Its blocks' statistics, as one; not to be written to."""
         return _together([of_blocks[block.name].whole() for block in self.blocks], len(self.blocks[0].batch))
 
     def split(self) -> list[Stack]:

@@ -77,12 +77,13 @@ def many_draws_table(study: Study) -> ComparisonTable | None:
     counted = [name for name in study.methods if study.values(name, _DATA, ACCURACY_OF_MANY)]
     if not counted:
         return None
-    most = max(listed(cell, "draws")[-1] for name in counted for cell in study.of(name, _DATA) if listed(cell, "draws"))
+    last = {listed(cell, "draws")[-1] for name in counted for cell in study.of(name, _DATA) if listed(cell, "draws")}
+    most = " or ".join(f"{count:g}" for count in sorted(last))
     return _compared(
         study,
         list(dict.fromkeys(parts(name)[0] for name in counted)),
         ACCURACY_OF_MANY,
-        f"The same with {most:g} draws of the weights, of the seeds for which that was measured.",
+        f"The same with {most} draws of the weights, of the seeds for which that was measured.",
     )
 
 
