@@ -5,6 +5,7 @@ On a GPU, or by Triton's interpreter: `pip install triton`, and `TRITON_INTERPRE
 
 from __future__ import annotations
 
+import copy
 import os
 
 import pytest
@@ -15,6 +16,8 @@ import noisygrad as ng
 from noisygrad.curvature import kernels
 from noisygrad.curvature.convolution import PatchedPass, patches
 from noisygrad.curvature.passes import MatrixPass
+from noisygrad.posterior import parameters
+from noisygrad.posterior.structure import build_structure
 
 pytest.importorskip("triton", reason="Triton comes with torch for NVIDIA GPUs")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -55,6 +58,7 @@ def test_squares_of_a_convolution_are_those_of_its_matrices(
     module, shape = CONVOLUTIONS[name]
     module = module.to(DEVICE)
     monkeypatch.setattr(kernels, "_processors", lambda device: processors)
+    monkeypatch.setattr(kernels, "applies", lambda gradients, positions: True)
     torch.manual_seed(0)
     images = torch.randn(shape, device=DEVICE)
     gradients = torch.randn_like(module(images).detach())
@@ -69,11 +73,38 @@ def test_squares_of_a_convolution_are_those_of_its_matrices(
     torch.testing.assert_close(without, found[: -gradients.shape[1]])
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("name", [name for name, (_, shape) in CONVOLUTIONS.items() if len(shape) == 4])
+def test_they_are_written_as_channels_last_weights_lie(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "applies", lambda gradients, positions: True)
+    monkeypatch.setattr(parameters, "DEVICES", {DEVICE})
+    module, shape = CONVOLUTIONS[name]
+    module = copy.deepcopy(module).to(DEVICE, memory_format=torch.channels_last)
+    structure = build_structure(module, "diagonal", lambda name: 0, [True]).in_memory_order()
+    (unit,) = structure.units
+    images = torch.randn(shape, device=DEVICE)
+    one = PatchedPass(module, images, torch.randn_like(module(images).detach()), True)
+    assert unit.slots[0].channels_last
+    (found,) = one.lying_squares(unit)
+    (rows,) = one.square_sums()
+    assert torch.equal(found, unit.to_memory(rows))
+    assert not torch.equal(found, rows)
+
+
+def test_gradients_whose_lines_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "applies", lambda gradients, positions: True)
+    module, images = nn.Conv2d(3, 5, 3, padding=1).to(DEVICE), torch.randn(4, 3, 6, 7, device=DEVICE)
+    gradients = torch.randn(4, 5, 8, 9, device=DEVICE)[..., 1:7, 1:8]
+    found = PatchedPass(module, images, gradients, True)._by_kernel()
+    assert found is not None
+    assert relative(found, squares(gradients.flatten(2).mT, patches(module, images))) < 1e-6
+
+
 @pytest.mark.parametrize(("batch", "positions", "outputs", "inputs"), [(5, 7, 33, 65), (1, 2, 1, 1), (3, 40, 70, 20)])
 def test_squares_of_a_sequence(
     batch: int, positions: int, outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "applies", lambda gradients: True)
+    monkeypatch.setattr(kernels, "applies", lambda gradients, positions: True)
     torch.manual_seed(0)
     gradients, a = (torch.randn(batch, positions, size, device=DEVICE) for size in (outputs, inputs))
     right = squares(gradients, a)
@@ -82,7 +113,7 @@ def test_squares_of_a_sequence(
 
 
 def test_a_frozen_matrix_leaves_its_bias_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "applies", lambda gradients: True)
+    monkeypatch.setattr(kernels, "applies", lambda gradients, positions: True)
     gradients = torch.randn(3, 4, 5, device=DEVICE)
     weight, bias = MatrixPass(gradients.new_zeros(3, 4, 0), gradients, True).square_sums()
     assert weight.numel() == 0
@@ -119,7 +150,8 @@ def test_it_does_work(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels._works(torch.device(DEVICE))
 
 
-def test_three_axes_are_left_to_others() -> None:
+def test_three_axes_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "applies", lambda gradients, positions: True)
     images, gradients = torch.zeros(1, 2, 3, 3, 3), torch.zeros(1, 3, 2, 2, 2)
     assert PatchedPass(nn.Conv3d(2, 3, 2), images, gradients, True)._by_kernel() is None
 
@@ -173,5 +205,5 @@ def test_training_is_the_same_with_and_without(monkeypatch: pytest.MonkeyPatch) 
         return next(iter(optimizer.factors.statistics.values())).tensors()["fisher"].clone()
 
     own = fisher()
-    monkeypatch.setattr(kernels, "applies", lambda gradients: False)
+    monkeypatch.setattr(kernels, "applies", lambda gradients, positions: False)
     assert relative(own, fisher().double()) < 1e-6

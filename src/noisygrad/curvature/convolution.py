@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise, product
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from noisygrad.curvature import kernels
 from noisygrad.curvature.passes import CACHE, FEW_POSITIONS, MatrixPass, at_once, sum_of_squared_products
+from noisygrad.curvature.units import Unit
 from noisygrad.families.moments import column_sums, gram, with_border
 
 SMALL_PATCH = 64
@@ -52,14 +53,22 @@ def _padded(module: Any, inputs: Tensor) -> Tensor:
 
 def _two_axes(module: Any, images: Tensor) -> tuple[Tensor, kernels.Window]:
     """A convolution of one or two axes as one of two with zeros around its images, `[B, channels, height, width]`."""
-    before = list(module._reversed_padding_repeated_twice[::2][::-1])
-    if module.padding_mode != "zeros":
-        images, before = _padded(module, images), [0] * len(before)
-    axes = list(zip(module.kernel_size, module.stride, module.dilation, before, strict=True))
-    if len(axes) == 1:
-        images, axes = images.unsqueeze(2), [(1, 1, 1, 0), *axes]
-    down, across = axes
-    return images, kernels.Window(*zip(down, across, strict=True))
+    zeros = module.padding_mode == "zeros"
+    padding = tuple(module._reversed_padding_repeated_twice) if zeros else None
+    images = images if zeros else _padded(module, images)
+    window = _window(module.kernel_size, module.stride, module.dilation, padding)
+    return images if images.dim() == 4 else images.unsqueeze(2), window
+
+
+@lru_cache(maxsize=1024)
+def _window(
+    kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...], padding: tuple[int, ...] | None
+) -> kernels.Window:
+    """What a convolution of one or two axes sees, given the zeros on both ends of each axis, the last axis first."""
+    before = (0,) * len(kernel) if padding is None else padding[::2][::-1]
+    axes = list(zip(kernel, stride, dilation, before, strict=True))
+    down, across = axes if len(axes) == 2 else ((1, 1, 1, 0), *axes)
+    return kernels.Window(*zip(down, across, strict=True))
 
 
 @dataclass(frozen=True)
@@ -96,7 +105,7 @@ class PatchedPass(MatrixPass):
     def __init__(self, module: Any, images: Tensor, gradients: Tensor, constant: bool) -> None:
         self._module = module
         self._images = images
-        self.gradients = gradients.flatten(2).mT
+        self._gradients = gradients
         self.constant = constant
         self.grouped = False
         self._outputs = gradients.shape[2:]
@@ -106,6 +115,16 @@ class PatchedPass(MatrixPass):
         """Whether each image is an example, and there is one group; else the patches are a `MatrixPass`."""
         return module.groups == 1 and images.shape[0] == batch
 
+    @cached_property
+    def gradients(self) -> Tensor:  # type: ignore[override]
+        """Those of the outputs, `[B, positions, out]`."""
+        return self._gradients.flatten(2).mT
+
+    @property
+    def examples(self) -> int:
+        """How many images there are."""
+        return self._gradients.shape[0]
+
     @property
     def activations(self) -> Tensor:  # type: ignore[override]
         """The patches of all examples, `[B, positions, channels · kernel]`; made whenever somebody asks for them."""
@@ -113,7 +132,7 @@ class PatchedPass(MatrixPass):
 
     def carried(self) -> dict[str, Tensor]:
         """The images, not the patches."""
-        return {"inputs": self._images, "gradients": self.gradients}
+        return {"inputs": self._images, "gradients": self._gradients}
 
     def input_moment(self) -> Tensor:
         """The mean of a aᵀ, a sum over parts of the batch."""
@@ -130,11 +149,19 @@ class PatchedPass(MatrixPass):
         means = None if sums is None else sums.div_(count)
         return with_border(products.div_(count), means, means)
 
-    def _by_kernel(self) -> Tensor | None:
-        if len(self._module.kernel_size) > 2:
+    def lying_squares(self, unit: Unit) -> list[Tensor]:
+        """The sum over the batch of squared per-example gradients; a kernel writes them as they lie."""
+        if unit.slots[0].channels_last and (found := self._by_kernel(channels_last=True)) is not None:
+            return [found]
+        return super().lying_squares(unit)
+
+    def _by_kernel(self, *, channels_last: bool = False) -> Tensor | None:
+        axes = len(self._outputs)
+        if axes > 2 or not kernels.applies(self._gradients, math.prod(self._outputs)):
             return None
         images, window = _two_axes(self._module, self._images)
-        return kernels.squared_products(self.gradients, images, window, self._outputs[-1], self.constant)
+        gradients = self._gradients if axes == 2 else self._gradients.unsqueeze(2)
+        return kernels.squared_products(gradients, images, window, self.constant, channels_last)
 
     def _squared_products(self) -> Tensor:
         """A sum over parts of the batch."""

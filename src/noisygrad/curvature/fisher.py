@@ -88,6 +88,7 @@ def random_signs(output: Tensor, lead: int, generators: Sequence[torch.Generator
     return signs.mul_(2.0).sub_(1.0).view(output.shape[: lead + 1])
 
 
+@torch.no_grad()
 def passes_after_backward(
     records: Sequence[Record], others: Parameters, size: int, dtype: torch.dtype
 ) -> dict[str, Pass]:
@@ -124,20 +125,25 @@ def _differentiate(
     if not places:
         return {}
     found: dict[str, Pass] = {}
+    device = output.device.type
 
-    @torch.no_grad()
-    def take(records: Sequence[Record], gradients: Sequence[Tensor]) -> None:
-        device = output.device.type
+    def keep(name: str, one: Pass, inputs: Sequence[Tensor]) -> None:
+        found[name] = kept = layers.summarise(layers.units[name], one)
+        if isinstance(kept, Summary):
+            kept.let_go(inputs)  # those of the graph, which is still there
+
+    def take(record: Record, gradient: Tensor) -> None:
+        # In a backward pass no gradients are recorded.
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
-            for name, one in _layer_passes(records, gradients, batch, dtype).items():
-                found[name] = kept = layers.summarise(layers.units[name], one)
-                if isinstance(kept, Summary):
-                    kept.let_go([record.inputs for record in records])  # those of the graph, which is still there
+            keep(record.unit.name, _layer_pass(record, gradient, batch, dtype), (record.inputs,))
 
-    with listening(layers.heard, lambda record, gradient: take([record], [gradient])):
+    with listening(layers.heard, take):
         gradients = torch.autograd.grad(output, places, start.to(output.dtype), retain_graph=True, allow_unused=True)
     used = [(record, g) for record, g in zip(layers.asked, gradients, strict=False) if g is not None]
-    take([record for record, _ in used], [g for _, g in used])
+    inputs = [record.inputs for record, _ in used]
+    with torch.no_grad(), torch.autocast(device, enabled=False):
+        for name, one in _layer_passes([r for r, _ in used], [g for _, g in used], batch, dtype).items():
+            keep(name, one, inputs)
     passes = {name: found[name] for name in layers.units if name in found}
     for (unit, _), gradient in zip(others, gradients[len(layers.asked) :], strict=True):
         if gradient is not None:
@@ -153,18 +159,20 @@ def _layer_passes(
     records: Sequence[Record], gradients: Sequence[Tensor], batch: Batch, dtype: torch.dtype
 ) -> dict[str, Pass]:
     calls: dict[str, list[Pass]] = {}
-    with torch.no_grad():
-        for record, gradient in zip(records, gradients, strict=True):
-            layer = find_layer(record.module)
-            assert layer is not None
-            inputs = record.checked_inputs()
-            if batch.kept < batch.size:
-                whole = unbatched(record.module, inputs, batch.size)
-                inputs = inputs if whole else first_examples(inputs, batch, record.unit)
-                gradient = gradient if whole else first_examples(gradient, batch, record.unit)  # noqa: PLW2901
-            inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
-            seen = layer.observe(record.unit, record.module, inputs, gradient.to(dtype), batch.kept)
-            calls.setdefault(record.unit.name, []).append(seen)
-        return {
-            name: several[0] if len(several) == 1 else several[0].joined(several) for name, several in calls.items()
-        }
+    for record, gradient in zip(records, gradients, strict=True):
+        calls.setdefault(record.unit.name, []).append(_layer_pass(record, gradient, batch, dtype))
+    return {name: several[0] if len(several) == 1 else several[0].joined(several) for name, several in calls.items()}
+
+
+def _layer_pass(record: Record, gradient: Tensor, batch: Batch, dtype: torch.dtype) -> Pass:
+    """What one call of a layer says, given the gradient of its output."""
+    unit, module = record.unit, record.module
+    layer, inputs = find_layer(module), record.checked_inputs()
+    assert layer is not None
+    if batch.kept < batch.size and not unbatched(module, inputs, batch.size):
+        inputs, gradient = (first_examples(tensor, batch, unit) for tensor in (inputs, gradient))
+    if inputs.dtype != dtype and inputs.is_floating_point():
+        inputs = inputs.to(dtype)
+    if gradient.dtype != dtype:
+        gradient = gradient.to(dtype)
+    return layer.observe(unit, module, inputs, gradient, batch.kept)

@@ -9,9 +9,12 @@ does not work, and for whatever there is no kernel for, the matrices are made of
 from __future__ import annotations
 
 import importlib.util
+import math
 import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -36,9 +39,9 @@ class Window:
     """Zeros above and to the left."""
 
 
-def applies(gradients: Tensor) -> bool:
-    """Whether there may be a kernel for output gradients `[B, T, out]` such as these."""
-    plain = gradients.is_cuda and gradients.dtype == torch.float32 and gradients.dim() == 3 and gradients.shape[1] > 1
+def applies(gradients: Tensor, positions: int) -> bool:
+    """Whether there may be a kernel for output gradients such as these, at so many positions of each example."""
+    plain = positions > 1 and gradients.is_cuda and gradients.dtype == torch.float32
     return plain and not torch.compiler.is_compiling() and _works(gradients.device)
 
 
@@ -73,50 +76,99 @@ def of_sequences(gradients: Tensor, inputs: Tensor, constant: bool) -> Tensor | 
 
     With `constant` followed by that of an input that is always 1: `[p · q + p]`. None where there is no kernel for it.
     """
-    return squared_products(gradients, inputs.mT.unsqueeze(2), Window(), inputs.shape[1], constant)
+    return squared_products(gradients.mT.unsqueeze(2), inputs.mT.unsqueeze(2), Window(), constant)
 
 
-def squared_products(gradients: Tensor, images: Tensor, window: Window, width: int, constant: bool) -> Tensor | None:
+def squared_products(
+    gradients: Tensor, images: Tensor, window: Window, constant: bool, channels_last: bool = False
+) -> Tensor | None:
     """Σ_b (Σ_t g_bt a_btᵀ)² row by row, where a_bt is what the window sees of an image at position t.
 
     None where there is nothing to multiply, or where an example is too large for the kernel's indices.
 
     Args:
-        gradients: `[B, T, out]`; positions are counted line by line.
-        images: `[B, channels, height, width]`, in any order of memory.
+        gradients: `[B, out, lines, positions of a line]`, in any order of memory.
+        images: `[B, channels, height, width]`, likewise.
         window: What is seen of them.
-        width: How many positions there are in a line.
         constant: Whether Σ_b (Σ_t g_bt)² follows.
+        channels_last: Whether a row counts tap by tap, of each all channels; else channel by channel.
     """
-    if not gradients.numel() or not images.numel() or max(_span(gradients), _span(images)) > _LARGEST_INDEX:
+    device = gradients.device
+    _, _, lines, width = gradients.shape
+    if lines > 1 and gradients.stride(2) != width * gradients.stride(3):  # the kernel counts on over the lines
+        gradients = gradients.contiguous()
+    like = (gradients.shape, gradients.stride(), images.shape, images.stride())
+    plan = _plan(*like, window, constant, channels_last, _processors(device))
+    if plan is None:
         return None
+    sums = gradients.new_empty(plan.parts, plan.numbers)
+    exact = torch.backends.cuda.matmul.fp32_precision != "tf32"
+    with torch.cuda.device(device) if _elsewhere(device) else nullcontext():
+        _launcher()(plan.grid, gradients, images, sums, plan.sizes, plan.constants, exact=exact)
+    return sums[0] if plan.parts == 1 else sums.sum(dim=0)
+
+
+@cache
+def _launcher() -> Callable[..., None]:
     from noisygrad.curvature import triton_squares
 
-    (batch, positions, outputs), channels = gradients.shape, images.shape[1]
+    return triton_squares.launch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the kernel is run on tensors of certain shapes and strides."""
+
+    parts: int
+    """So many parts of the batch, each with a sum of its own, that all of the GPU has something to do."""
+    numbers: int
+    grid: tuple[int, int, int]
+    sizes: tuple[int, ...]
+    constants: tuple[int, ...]
+    """What is compiled in."""
+
+
+@lru_cache(maxsize=1024)
+def _plan(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    image_shape: tuple[int, ...],
+    image_strides: tuple[int, ...],
+    window: Window,
+    constant: bool,
+    channels_last: bool,
+    processors: int,
+) -> Plan | None:
+    (batch, outputs, lines, width), (_, channels, *image) = shape, image_shape
+    (next_gradients, next_output, _, next_position), positions = strides, lines * width
+    reach = max(_span(shape, strides), _span(image_shape, image_strides))
+    if not math.prod(shape) or not math.prod(image_shape) or reach > _LARGEST_INDEX:
+        return None
     taps = window.kernel[0] * window.kernel[1]
     rows = _ROWS if outputs > _FEW_ROWS else _FEW_ROWS
-    tiles = -(-outputs // rows) * -(-channels * taps // _COLUMNS)
-    # So many parts of the batch, each with a sum of its own, that all of the GPU has something to do.
-    parts = max(1, min(batch, _processors(gradients.device) * _BLOCKS_PER_PROCESSOR // tiles))
-    each = -(-batch // parts)
-    sums = gradients.new_empty(-(-batch // each), outputs * (channels * taps + constant))
-    triton_squares.launch(
-        gradients,
-        images,
-        sums,
-        window,
-        width,
-        each,
-        constant=constant,
-        blocks=(rows, _COLUMNS, _POSITIONS if positions > _FEW_POSITIONS else _FEW_POSITIONS),
-        exact=torch.backends.cuda.matmul.fp32_precision != "tf32",
+    at_once = _POSITIONS if positions > _FEW_POSITIONS else _FEW_POSITIONS
+    tiles = (-(-outputs // rows), -(-channels * taps // _COLUMNS))
+    each = -(-batch // max(1, min(batch, processors * _BLOCKS_PER_PROCESSOR // math.prod(tiles))))
+    parts = -(-batch // each)
+    next_one = (next_gradients, next_position, next_output)
+    seen = (width, *image, window.kernel[1], *window.stride, *window.dilation, *window.before)
+    return Plan(
+        parts,
+        outputs * (channels * taps + constant),
+        (*tiles, parts),
+        (batch, each, positions, outputs, channels, taps, *seen, *next_one, *image_strides),
+        (int(constant), int(channels_last), rows, _COLUMNS, at_once),
     )
-    return sums[0] if len(sums) == 1 else sums.sum(dim=0)
 
 
-def _span(tensor: Tensor) -> int:
+def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
     """The distance in memory of an example's last number from its first."""
-    return sum((size - 1) * step for size, step in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
+    return sum((size - 1) * step for size, step in zip(shape[1:], strides[1:], strict=True))
+
+
+def _elsewhere(device: torch.device) -> bool:
+    """Whether this is a GPU, but not the one that kernels are started on."""
+    return device.type == "cuda" and device.index != torch.cuda.current_device()
 
 
 @cache

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from noisygrad.curvature import kernels
+from noisygrad.curvature.units import Unit
 from noisygrad.families import kronecker, packed
+from noisygrad.families.base import joined
 from noisygrad.families.factorisation import capturing
 from noisygrad.families.moments import second_moment
 
@@ -138,9 +140,14 @@ class Pass(ABC):
         """The sum over the batch of their squares, in pieces `[*replicas, ...]` that make up `[*replicas, n]`."""
         return [self.rows().square().sum(dim=-2)]
 
+    def lying_squares(self, unit: Unit) -> list[Tensor]:
+        """The same pieces as the numbers of this pass's unit lie."""
+        sums = self.square_sums()
+        return [unit.to_memory(joined(sums))] if unit.lies_apart else sums
+
     def squares(self) -> Tensor:
         """The mean over the batch of their squares, `[*replicas, n]`."""
-        return torch.cat(self.square_sums(), dim=-1) / self.examples
+        return joined(self.square_sums()) / self.examples
 
     def carried(self) -> dict[str, Tensor]:
         """What it was made from, under `inputs` and `gradients`: where a number that is not finite can come from.
@@ -201,14 +208,17 @@ class MatrixPass(Pass):
         return packed.statistics(kronecker.Statistics(self.input_moment(), self.output_moment()))
 
     def square_sums(self) -> list[Tensor]:
-        if kernels.applies(self.gradients) and (found := self._by_kernel()) is not None:
+        if (found := self._by_kernel()) is not None:
             return [found]
         bias = self.gradients.sum(dim=-2).square().sum(dim=-2) if self.constant else None
         return self._pieces(self._squared_products(), bias)
 
     def _by_kernel(self) -> Tensor | None:
         """All pieces as one, if there is a kernel for it."""
-        return kernels.of_sequences(self.gradients, self.activations, self.constant)
+        g = self.gradients
+        if g.dim() != 3 or not kernels.applies(g, g.shape[1]):
+            return None
+        return kernels.of_sequences(g, self.activations, self.constant)
 
     def _squared_products(self) -> Tensor:
         """The part of the weights, `[..., out, in]`."""

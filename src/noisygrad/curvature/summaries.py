@@ -68,17 +68,17 @@ class Summary(Pass):
 
 @dataclass
 class SquareSummary(Summary):
-    """Sums of squares, for a diagonal."""
+    """Sums of squares, for a diagonal, as the numbers of a unit lie."""
 
     sums: list[Tensor]
 
     @classmethod
-    def of(cls, one: Pass) -> SquareSummary:
-        """That of a pass."""
-        sums = one.square_sums()
+    def of(cls, one: Pass, unit: Unit) -> SquareSummary:
+        """That of a pass through a unit."""
+        sums = one.lying_squares(unit)
         return cls(one.examples, _sizes(one, sums), sums)
 
-    def square_sums(self) -> list[Tensor]:
+    def lying_squares(self, unit: Unit) -> list[Tensor]:
         """In pieces, as the pass had them."""
         return self.sums
 
@@ -113,28 +113,24 @@ def _place(tensor: Tensor) -> int:
 
 def heard(records: Sequence[Record]) -> list[bool]:
     """Which of the calls need not be asked for: those on the way to another, of layers that were called once."""
-    nodes = {record.edge.node for record in records}
-    reaching: dict[Node, bool] = {}
-    for record in records:
-        _explore(record.edge.node, nodes, reaching)
+    nodes, barren = {record.edge.node for record in records}, set[Node]()
     calls = Counter(record.unit.name for record in records)
-    return [reaching[record.edge.node] and calls[record.unit.name] == 1 for record in records]
+    return [calls[record.unit.name] == 1 and _reaches(record.edge.node, nodes, barren) for record in records]
 
 
-def _explore(start: Node, targets: set[Node], reaching: dict[Node, bool]) -> None:
-    """Find out of all nodes behind `start` whether there is a target behind them."""
-    stack = [start]
+def _reaches(start: Node, targets: set[Node], barren: set[Node]) -> bool:
+    """Whether there is a target behind `start`; if not, all that is behind it is added to what is known as barren."""
+    stack, seen = [start], set[Node]()
     while stack:
-        node = stack[-1]
-        if node in reaching:
-            stack.pop()
-            continue
-        behind = [following for following, _ in node.next_functions if following is not None]
-        if unknown := [following for following in behind if following not in reaching]:
-            stack += unknown
-            continue
-        reaching[node] = any(following in targets or reaching[following] for following in behind)
-        stack.pop()
+        # The first input is usually a layer's input, the others are parameters: it is followed first.
+        for following, _ in reversed(stack.pop().next_functions):
+            if following in targets:
+                return True
+            if following is not None and following not in barren and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    barren |= seen
+    return False
 
 
 @contextmanager

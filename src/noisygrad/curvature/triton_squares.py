@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from noisygrad.curvature.kernels import Window
 
 _SIZES = [
     *("batch", "each", "positions", "outputs", "channels", "taps", "width", "image_height", "image_width"),
@@ -49,6 +45,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     next_line,
     next_pixel,
     CONSTANT: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     POSITIONS: tl.constexpr,
@@ -88,7 +85,8 @@ def _kernel(  # type: ignore[no-untyped-def]
         total += product * product
     weights = outputs * channels * taps
     own = sums + part * (weights + outputs * CONSTANT)
-    place = row[:, None] * (channels * taps) + (channel * taps + tap)[None, :]
+    within = column if CHANNELS_LAST else channel * taps + tap
+    place = row[:, None] * (channels * taps) + within[None, :]
     tl.store(own + place, total, mask=row_there[:, None] & column_there[None, :])
     if CONSTANT and tl.program_id(1) == 0:
         constant = tl.zeros((ROWS,), dtype=tl.float32)
@@ -110,47 +108,15 @@ def _kernel(  # type: ignore[no-untyped-def]
 
 
 def launch(
+    grid: tuple[int, int, int],
     gradients: Tensor,
     images: Tensor,
     sums: Tensor,
-    window: Window,
-    width: int,
-    each: int,
+    sizes: Sequence[int],
+    constants: Sequence[int],
     *,
-    constant: bool,
-    blocks: tuple[int, int, int],
     exact: bool,
 ) -> None:
-    """Fill `sums`, `[parts, n]`, each from so many examples."""
-    (batch, positions, outputs), (_, channels, image_height, image_width) = gradients.shape, images.shape
-    rows, columns, at_once = blocks
-    taps = window.kernel[0] * window.kernel[1]
-    grid = (triton.cdiv(outputs, rows), triton.cdiv(channels * taps, columns), len(sums))
+    """Fill `sums`, `[parts, n]`, of a `kernels.Plan`."""
     compiled: Any = _kernel
-    elsewhere = gradients.is_cuda and gradients.device.index != torch.cuda.current_device()
-    with torch.cuda.device(gradients.device) if elsewhere else nullcontext():
-        compiled[grid](
-            gradients,
-            images,
-            sums,
-            batch,
-            each,
-            positions,
-            outputs,
-            channels,
-            taps,
-            width,
-            image_height,
-            image_width,
-            window.kernel[1],
-            *window.stride,
-            *window.dilation,
-            *window.before,
-            *gradients.stride(),
-            *images.stride(),
-            CONSTANT=int(constant),
-            ROWS=rows,
-            COLUMNS=columns,
-            POSITIONS=at_once,
-            PRECISION="ieee" if exact else "tf32",
-        )
+    compiled[grid](gradients, images, sums, *sizes, *constants, "ieee" if exact else "tf32")

@@ -6,8 +6,10 @@ by row, or as the parameter itself lies in its own memory (`Slot.lying`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -27,6 +29,15 @@ class Slot:
     centre: float = 0.0
     lying: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """Shape and strides of the parameter, where its numbers lie in the flat vector as they do in its own memory."""
+
+    @cached_property
+    def channels_last(self) -> bool:
+        """Whether it is a convolution's weight of which all channels of a tap lie side by side."""
+        if self.lying is None:
+            return False
+        (_, channels, *kernel), strides = self.lying
+        steps = [channels * math.prod(kernel[axis:]) for axis in range(len(kernel) + 1)]
+        return strides == (steps[0], 1, *steps[1:])
 
     def shaped(self, part: Tensor) -> Tensor:
         """What lies in memory order, `[..., numbers]`, as a view `[..., *shape]`."""
@@ -58,7 +69,7 @@ class Unit:
     sequence_first: bool = False
     note: str = ""
 
-    @property
+    @cached_property
     def size(self) -> int:
         """How many weights it has (per replica)."""
         return self.groups * self.outputs * self.inputs
@@ -68,7 +79,7 @@ class Unit:
         """Rows of the matrix, all groups together."""
         return self.groups * self.outputs
 
-    @property
+    @cached_property
     def lies_apart(self) -> bool:
         """Whether some of its numbers lie otherwise than row by row."""
         return any(slot.lying is not None for slot in self.slots)
@@ -112,17 +123,12 @@ class Unit:
     def to_memory(self, segment: Tensor) -> Tensor:
         """A segment whose slots are row by row, in the order in which this unit's numbers lie; a copy."""
         found = torch.empty_like(segment)
-        for mine, theirs in self.paired(found, segment):
-            mine.copy_(theirs)
-        return found
-
-    def paired(self, lying: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views of the same numbers in two segments: one as this unit's numbers lie, one with slots row by row."""
-        for (slot, mine), (_, theirs) in zip(self._split(lying), self._split(rows), strict=True):
+        for (slot, mine), (_, theirs) in zip(self._split(found), self._split(segment), strict=True):
             if slot.lying is None:
-                yield mine, theirs
+                mine.copy_(theirs)
             else:
-                yield slot.shaped(mine), theirs.unflatten(-1, slot.lying[0])
+                slot.shaped(mine).copy_(theirs.unflatten(-1, slot.lying[0]))
+        return found
 
     def from_memory(self, segment: Tensor) -> Tensor:
         """The inverse of `to_memory`; a copy."""

@@ -98,7 +98,7 @@ def _inner(first: Tensor, second: Tensor) -> Tensor:
 
 
 class Numbers:
-    """Learning rates, trust region, decay and loss as tensors on the device, for a replayed step to read."""
+    """Learning rates, trust region, decay, loss and mask as tensors on the device, for a replayed step to read."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
@@ -106,6 +106,7 @@ class Numbers:
         self.clip: Tensor | None = None
         self.decay = like.new_zeros(())
         self.loss = like.new_zeros(())
+        self.mask = like.new_zeros(())
         self._known: dict[str, float] = {}
 
     def set(self, groups: Sequence[dict[str, Any]], clip: float | None, decay: float) -> None:

@@ -60,7 +60,7 @@ def _take(optimizer: NoisyOptimizer, records: list[Record], output: Tensor, targ
         generators=optimizer.generators,
         dtype=optimizer.dtype,
         keep=keep,
-        summarise=(lambda unit, one: block_of[unit.name].summarise(one)) if scarce else None,
+        summarise=(lambda unit, one: block_of[unit.name].summarise(unit, one)) if scarce else None,
     )
     blocks, current = optimizer.structure.blocks, optimizer.factors.statistics
     for one in passes:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-
-from noisygrad.optim.mean import Groups
 
 if TYPE_CHECKING:
     from noisygrad.optim.base import NoisyOptimizer
@@ -28,22 +26,27 @@ def apply_step(optimizer: NoisyOptimizer, step: int) -> None:
         if (loss := pending.mean_loss()) is not None:
             numbers.loss.copy_(loss)
         if _is_plain(optimizer, step):
-            key = (optimizer._memory(), numbers.key(optimizer.param_groups))
-            optimizer._replays.run("step", key, lambda: _plain_step(optimizer))
+            _replay(optimizer, "step", lambda: _move_on_device(optimizer, _watched(optimizer, numbers.loss)))
             return
-        _rest_of_step(optimizer, step, numbers.groups, numbers.clip, numbers.decay)
-        return
-    _rest_of_step(optimizer, step, optimizer.param_groups, clip, decay)
+        mask = _watch_and_measure(optimizer, step, numbers.decay)
+        assert mask is not None
+        numbers.mask.copy_(mask)
+        _replay(optimizer, "move", lambda: _move_on_device(optimizer, numbers.mask))
+    else:
+        mask = _watch_and_measure(optimizer, step, decay)
+        _move(optimizer, optimizer.param_groups, clip, mask)
+    if pending.noise is not None:
+        _update_noise(optimizer, pending.noise / pending.noise_examples, mask)
 
 
-def _rest_of_step(
-    optimizer: NoisyOptimizer,
-    step: int,
-    groups: Sequence[dict[str, Any]],
-    clip: float | Tensor | None,
-    decay: float | Tensor,
-) -> None:
-    """A step with anything to scale, to measure or to refresh; its numbers are tensors on a GPU."""
+def _replay(optimizer: NoisyOptimizer, name: str, work: Callable[[], None]) -> None:
+    """Do what reads no numbers but those that are tensors on the device, as a graph once it has settled."""
+    key = (optimizer._memory(), optimizer._numbers.key(optimizer.param_groups))
+    optimizer._replays.run(name, key, work)
+
+
+def _watch_and_measure(optimizer: NoisyOptimizer, step: int, decay: float | Tensor) -> Tensor | None:
+    """Whatever there is to scale, to measure and to refresh before the mean moves, and the mask of the step."""
     pending, options = optimizer._pending, optimizer.options
     _scale_gradient(optimizer)
     # Ranks must agree on what is finite, and each has a loss of its own.
@@ -55,9 +58,7 @@ def _rest_of_step(
         if options.factors_due(step):
             optimizer.guard.check()
             optimizer.factors.refresh(dampings(optimizer))
-    _move(optimizer, list(zip(groups, optimizer._parts, strict=True)), clip, mask)
-    if pending.noise is not None:
-        _update_noise(optimizer, pending.noise / pending.noise_examples, mask)
+    return mask
 
 
 def dampings(optimizer: NoisyOptimizer) -> dict[int, float]:
@@ -81,17 +82,6 @@ def _is_plain(optimizer: NoisyOptimizer, step: int) -> bool:
     )
 
 
-def _plain_step(optimizer: NoisyOptimizer) -> None:
-    """The step that can be replayed: all its numbers are tensors on the device."""
-    numbers = optimizer._numbers
-    _move(
-        optimizer,
-        list(zip(numbers.groups, optimizer._parts, strict=True)),
-        numbers.clip,
-        _watched(optimizer, numbers.loss),
-    )
-
-
 def _scale_gradient(optimizer: NoisyOptimizer) -> None:
     """Undo a GradScaler's scale, and make the sum over losses their mean."""
     gradient, scale = optimizer._gradient.flat, getattr(optimizer, "grad_scale", None)
@@ -110,9 +100,16 @@ def _watched(optimizer: NoisyOptimizer, loss: Tensor | None) -> Tensor | None:
     return optimizer.guard.watch(gradient, loss, doubtful, pending.trails, found_inf)
 
 
-def _move(optimizer: NoisyOptimizer, groups: Groups, clip: float | Tensor | None, mask: Tensor | None) -> None:
-    mean, gradient = optimizer.mean, optimizer._gradient.flat
-    optimizer.mean_step.move_(mean.flat, gradient, optimizer.factors.solve, groups, clip, mask)
+def _move_on_device(optimizer: NoisyOptimizer, mask: Tensor | None) -> None:
+    numbers = optimizer._numbers
+    _move(optimizer, numbers.groups, numbers.clip, mask)
+
+
+def _move(
+    optimizer: NoisyOptimizer, groups: Sequence[dict[str, Any]], clip: float | Tensor | None, mask: Tensor | None
+) -> None:
+    mean, gradient, parts = optimizer.mean, optimizer._gradient.flat, list(zip(groups, optimizer._parts, strict=True))
+    optimizer.mean_step.move_(mean.flat, gradient, optimizer.factors.solve, parts, clip, mask)
     mean.write_parameters_()
 
 

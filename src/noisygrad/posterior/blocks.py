@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Literal
 
@@ -125,9 +125,9 @@ class Block:
         seen = [unit for unit in self.units if unit.name in passes]
         if self.family == "diagonal" and seen:
             of_cpu = next(iter(current.tensors().values())).device.type == "cpu"
-            mine = {unit.name: passes[unit.name].square_sums for unit in seen}
-            found = side_by_side(list(mine.values()), when=of_cpu and self.size >= LARGE)
-            sums = self._joined(dict(zip(mine, found, strict=True)))
+            works = [partial(passes[unit.name].lying_squares, unit) for unit in seen]
+            found = side_by_side(works, when=of_cpu and self.size >= LARGE)
+            sums = self._joined({unit.name: pieces for unit, pieces in zip(seen, found, strict=True)})
             return diagonal.Statistics(sums.div_(passes[seen[0].name].examples))
         if self.family == "full" and seen:
             return dense.Statistics.measure(self._joined({unit.name: [passes[unit.name].rows()] for unit in seen}))
@@ -158,10 +158,10 @@ class Block:
             measured, inputs=tuple(new if unit in seen else old for unit, new, old in pairs)
         ).clone()
 
-    def summarise(self, one: Pass) -> Pass:
+    def summarise(self, unit: Unit, one: Pass) -> Pass:
         """All that `measure` wants to know of a pass through one of its units."""
         if self.family == "diagonal":
-            return SquareSummary.of(one)
+            return SquareSummary.of(one, unit)
         return MomentSummary.of(one) if self.family == "kronecker" and isinstance(one, MatrixPass) else one
 
     def _matrices(self, passes: Mapping[str, Pass]) -> list[MatrixPass]:
@@ -176,20 +176,10 @@ class Block:
         return [found[unit.name] for unit in self.units]
 
     def _joined(self, pieces: Mapping[str, Sequence[Tensor]]) -> Tensor:
-        """The units' vectors, each in pieces, as one of its own; a layer that took no part has no gradient."""
+        """The units' vectors, each in pieces, end to end; a layer that took no part has no gradient."""
         like = next(iter(pieces.values()))[0]
         found = [pieces.get(unit.name) or [like.new_zeros(*like.shape[:-1], unit.size)] for unit in self.units]
-        if not any(unit.lies_apart for unit in self.units):
-            return joined([piece for several in found for piece in several])
-        whole = like.new_empty(*like.shape[:-1], self.size)
-        places = whole.split([unit.size for unit in self.units], dim=-1)
-        pairs = [
-            pair
-            for unit, place, several in zip(self.units, places, found, strict=True)
-            for pair in unit.paired(place, joined(several))
-        ]
-        torch._foreach_copy_([mine for mine, _ in pairs], [theirs for _, theirs in pairs])
-        return whole
+        return joined([piece for several in found for piece in several])
 
     def prior(self, precision_of: Callable[[str], float], dtype: torch.dtype, device: torch.device) -> Prior:
         """A fresh prior from the precision 1/η of each parameter."""
