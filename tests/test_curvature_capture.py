@@ -63,6 +63,22 @@ def test_an_embedding_called_twice() -> None:
     close(measured_fisher(model, gaussian(), x, "full"), truth)
 
 
+def test_hooks_of_a_user_that_change_what_passes_are_part_of_the_network() -> None:
+    model = ready(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    model[0].register_forward_hook(lambda module, args, output: 3.0 * output)
+    model[2].register_forward_pre_hook(lambda module, args: (args[0] - 1.0,))
+    x = normal(5, 3)
+    truth = exact_fisher(model, gaussian(), x)
+    close(measured_fisher(model, gaussian(), x, "full"), truth)
+    close(measured_fisher(model, gaussian(), x, "diagonal").diagonal(), truth.diagonal())
+
+
+def test_a_layer_whose_forward_is_called_by_its_name_takes_part() -> None:
+    model = ready(Model(lambda m, x: m.out.forward(torch.tanh(m.layer(x))), layer=nn.Linear(3, 4), out=nn.Linear(4, 2)))
+    x = normal(5, 3)
+    close(measured_fisher(model, gaussian(), x, "full"), exact_fisher(model, gaussian(), x))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("shape", [(4, 3), (4, 2, 3)], ids=["vectors", "sequences"])
 def test_in_place_activations_change_nothing(family: str, shape: tuple[int, ...]) -> None:

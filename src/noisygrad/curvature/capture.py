@@ -1,13 +1,14 @@
-"""Hooks that are on during a pass and off after it.
+"""Layers that record what passes through them, during a pass and not after it.
 
 What is recorded is the layer's input and the *gradient edge* of its output, the place in autograd's graph where the
 output was made. An activation that then overwrites the output in place moves the tensor to another place of the graph
-but leaves this one, so in-place activations do no harm.
+but leaves this one, so in-place activations do no harm. Nor do a user's own hooks, whatever they change: a layer's
+`forward` is replaced, so that what it is given has been through all of them, and what it makes through none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Self
@@ -53,7 +54,6 @@ class Capture:
     def __init__(self, layers: dict[nn.Module, list[Unit]], *, compiled: bool = False) -> None:
         self._layers = layers
         self._compiled = compiled
-        self._handles: list[RemovableHandle] = []
         self._node_handles: list[RemovableHandle] = []
         self._patched: list[tuple[nn.Module, Any]] = []
         self._records: list[Record] = []
@@ -65,21 +65,18 @@ class Capture:
             # A compiled graph has no place for hooks that come and go; statistics are rare, so that pass runs eagerly.
             self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module, units in self._layers.items():
-            if isinstance(module, nn.MultiheadAttention):
-                self._patched.append((module, vars(module).get("forward")))
-                module.forward = recorded_forward(module, self._part_recorder(module, units))  # type: ignore[method-assign]
-            elif units:
-                self._handles.append(module.register_forward_hook(self._hook(units[0]), with_kwargs=True))
+            if not units:
+                continue
+            own, forward = vars(module).get("forward"), self._recorded(module, units)
+            vars(module)["forward"] = forward
+            self._patched.append((module, own))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
         for module, own in self._patched:
-            vars(module).pop("forward")
+            del vars(module)["forward"]
             if own is not None:  # somebody else had patched it before
-                module.forward = own
-        self._handles.clear()
+                vars(module)["forward"] = own
         self._patched.clear()
         self._records.clear()
         self._forget_nodes()
@@ -96,11 +93,16 @@ class Capture:
             handle.remove()
         self._node_handles.clear()
 
-    def _hook(self, unit: Unit) -> Callable[..., Tensor]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
-            return self._record(unit, module, args[0] if args else next(iter(kwargs.values())), output)
+    def _recorded(self, module: nn.Module, units: Sequence[Unit]) -> Callable[..., Any]:
+        if isinstance(module, nn.MultiheadAttention):
+            return recorded_forward(module, self._part_recorder(module, units))
+        (unit,), usual = units, module.forward
 
-        return hook
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            inputs = args[0] if args else next(iter(kwargs.values()))
+            return self._record(unit, module, inputs, usual(*args, **kwargs))
+
+        return forward
 
     def _part_recorder(self, module: nn.Module, units: Iterable[Unit]) -> Callable[[str, Tensor, Tensor], Tensor]:
         by_part = {unit.name.rpartition(".")[-1]: unit for unit in units}
