@@ -19,7 +19,7 @@ HEAD = """# Step times
 Made by `benchmarks/page.py` from the files that `benchmarks/run.py` left in `results/`. Every method trains the same
 network on the same batch; rounds of all methods are interleaved in one run and the median is taken, so look at the
 ratios. Statistics are taken every 10 steps and factors made every 200, and both are part of the mean step. On a CPU
-NoisyAdam and IVON are level: eleven runs of VGG16 gave 0.98 to 1.02 and eight of the MLP 0.97 to 1.01, of code that
+NoisyAdam and IVON are level: twelve runs of VGG16 gave 0.98 to 1.02 and nine of the MLP 0.96 to 1.01, of code that
 changed little in between; the figures below are the last of them. One longer run of the two alone for each network, of
 older code, gave {vgg16:.2f} and {mlp:.2f} (41 and 61 rounds, `results/ivon-cpu.json`).
 
@@ -29,8 +29,9 @@ ratios to eager SGD do too. In the last four runs, of which the figures below ar
 took 4.5, 4.0, 3.7 and 3.5 ms, NoisyAdam 1.25, 1.29, 1.35 and 1.35 times as long (0.80 to 0.82 × IVON in the three that
 had it), and captured NoisyKFAC 0.68, 0.89, 1.01 and 1.01 times. Code differs too: in the first of them K-FAC's factors
 were whole, which took 1078 MB (eager), and its captured step 3.07 ms; products with bands are likely a part of what it
-takes longer since. A refresh of K-FAC's factors waits for the host as well. Since the fourth run it makes what draws
-and what steps need in one batch, of all but the largest layers, which is not measured yet.
+takes longer since. Since the fourth run, and not measured yet: a refresh of K-FAC's factors makes what draws and what
+steps need in one batch, of all but the largest layers, and waits for the GPU once, not once for each shape of layers;
+statistics take fewer operations on the host, and the mean moves by a recorded graph after them too.
 
 Peak memory is that of a process that does nothing else: what is resident beyond the start, or allocated on the GPU.
 Ours has steps with statistics and a refresh of the factors in it.

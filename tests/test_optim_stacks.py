@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import noisygrad as ng
 from noisygrad.families.factorisation import FactorisationError, deferred, inverse_root
 from noisygrad.optim import stacks
+from noisygrad.optim.factors import Factors
 
 
 def network(replicas: tuple[int, ...] = ()) -> nn.Module:
@@ -187,6 +188,25 @@ def test_a_failure_in_a_stack_names_its_layer_and_stores_nothing(damping_mode, m
     gradient = torch.ones_like(optimizer.mean.flat)
     truth = solved_densely(optimizer, gradient, {0: 0.0})
     torch.testing.assert_close(optimizer.factors.solve(gradient), truth, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:A .* precision factor is not positive definite")
+def test_a_stack_that_needs_repair_is_made_block_by_block(monkeypatch):
+    optimizer = trained(monkeypatch, True, damping=0.1, noise=True)
+    (stack,) = [each for each in optimizer.factors._stacks.stacks if "9" in [block.name for block in each.blocks]]
+    assert len(stack.blocks) > 1
+    optimizer.factors.statistics["9"].outputs.fill_(1e40)  # of rank 1: what is added to its diagonal is rounded off
+    made = []
+    real = Factors._factorise_block
+    monkeypatch.setattr(Factors, "_factorise_block", lambda self, b, d: made.append(b.name) or real(self, b, d))
+    optimizer.factors.refresh({0: 0.1})
+    assert {block.name for block in stack.blocks} <= set(made)
+    assert len(made) < len(optimizer.factors.blocks)
+    for block in stack.blocks:
+        kept, right = optimizer.factors.cached[block.name], real(optimizer.factors, block, 0.1)
+        for mine, theirs in ((kept.stepper, right.stepper), (kept.sampler, right.sampler)):
+            for name, tensor in theirs.tensors().items():
+                assert torch.equal(mine.tensors()[name], tensor)
 
 
 def named(optimizer: ng.NoisyKFAC, block) -> list[tuple[str, Tensor]]:

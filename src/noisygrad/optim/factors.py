@@ -165,10 +165,7 @@ class Factors:
         """
 
         def factorise() -> None:
-            done = set()
-            for stack, new in self._factorise_stacks(dampings):
-                stack.store_(new)
-                done |= {block.name for block in stack.blocks}
+            done = self._refresh_stacks(dampings)
             for block, owner in zip(self.blocks, self._owners, strict=True):
                 mine = owner == self._ranks.rank or not self._fits(self.cached.get(block.name), block, dampings)
                 if mine and block.name not in done:
@@ -187,9 +184,14 @@ class Factors:
         """Whether there are factors, and of the kind that the damping asks for: one for both uses, or one for each."""
         return factors is not None and factors.shared == (block.noise and dampings[block.group] == 0.0)
 
-    def _factorise_stacks(self, dampings: Mapping[int, float]) -> Iterator[tuple[Stack, BlockFactors]]:
-        """Blocks of equal shape together, some at a time; what goes wrong is left to single blocks."""
+    def _refresh_stacks(self, dampings: Mapping[int, float]) -> set[str]:
+        """Blocks of equal shape together, some at a time; returns those that went well, by name.
+
+        The others must be made one by one: what is stored for them now is not to be used. A GPU is waited for once.
+        """
         whole = [] if self._stacks is None or self._ranks.active else self._stacks.stacks
+        tried: list[Stack] = []
+        failed: list[Tensor] = []
         for stack in (part for each in whole for part in each.split()):
             first = stack.blocks[0]
             if not self._fits(stack.factors, first, dampings):
@@ -202,8 +204,12 @@ class Factors:
                     )
             except FactorisationError:
                 continue
-            if not (failures and bool(torch.stack(failures).any())):
-                yield stack, new
+            stack.store_(new)
+            del statistics, new  # before the next are made
+            tried.append(stack)
+            failed.append(torch.stack(failures).any() if failures else self.updates[0] < 0)
+        answers = torch.stack(failed).tolist() if failed else []
+        return {block.name for stack, bad in zip(tried, answers, strict=True) if not bad for block in stack.blocks}
 
     def _stack(self) -> None:
         """Bring the factors of equal shape together; what is kept of each block becomes a view."""
