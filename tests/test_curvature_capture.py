@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
+from collections.abc import Callable
+from types import MethodType
 
 import pytest
 import torch
@@ -11,6 +14,9 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import noisygrad as ng
 from noisygrad.curvature.capture import Capture
+from noisygrad.curvature.layers import REGISTRY, Layer, find_units
+from noisygrad.curvature.passes import MatrixPass
+from noisygrad.curvature.units import Slot, Unit
 from noisygrad.posterior.structure import build_structure, parameter_order
 from truth import (
     FAMILIES,
@@ -71,6 +77,87 @@ def test_hooks_of_a_user_that_change_what_passes_are_part_of_the_network() -> No
     truth = exact_fisher(model, gaussian(), x)
     close(measured_fisher(model, gaussian(), x, "full"), truth)
     close(measured_fisher(model, gaussian(), x, "diagonal").diagonal(), truth.diagonal())
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_copy_made_meanwhile_is_a_network_of_its_own(patched: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.MultiheadAttention(4, 2))
+    if patched:
+        model[0].forward = MethodType(lambda self, x: 2.0 * nn.Linear.forward(self, x), model[0])
+    _, layers = find_units(model)
+    with Capture(layers) as capture:
+        other = copy.deepcopy(model)
+        buffer = io.BytesIO()
+        torch.save(model[2], buffer)
+        with torch.no_grad():
+            other[0].weight.zero_()
+            other[0].bias.fill_(1.0)
+        assert torch.equal(other[0](torch.ones(2, 3)), torch.full((2, 4), 2.0 if patched else 1.0))
+        other[2](*[torch.ones(2, 1, 4)] * 3)
+        assert capture.take() == []
+    for module in (model, other):
+        assert ["forward" in vars(layer) for layer in module] == [patched, False, False]
+
+
+def test_a_forward_that_was_taken_away_meanwhile_does_no_harm() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    _, layers = find_units(model)
+    with Capture(layers):
+        del model[0].forward
+    assert not any("forward" in vars(layer) for layer in model)
+
+
+def test_a_layer_without_its_input_fails_as_usual() -> None:
+    model = nn.Linear(3, 4)
+    with Capture(find_units(model)[1]), pytest.raises(TypeError, match="argument"):
+        model()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_compiled_function_of_the_model_is_run_as_it_is(whole: bool) -> None:
+    """It is the user's, so nothing about the model tells of it."""
+    runs = []
+
+    def backend(graph: torch.fx.GraphModule, example: object) -> Callable[..., object]:
+        return lambda *args: runs.append(0) or graph.forward(*args)
+
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        call = torch.compile(lambda x, m=model: m(x), backend=backend, fullgraph=whole) if compiled else model
+        optimizer = ng.NoisyAdam(model, ng.Gaussian(), num_data=50, seed=0, stats_every=2, factor_every=2)
+        x, y = normal(6, 3), normal(6, 2)
+        for _ in range(6):
+            optimizer.step(lambda call=call, x=x, y=y: (call(x), y))
+        found.append(next(iter(optimizer.factors.statistics.values())).tensors()["fisher"])
+    assert len(runs) == 2  # of the six steps, four take statistics
+    close(found[1], found[0])
+
+
+class Twofold(nn.Module):
+    """Two matrices for one input, side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (nn.Parameter(torch.randn(2, 3)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.cat([self.left, self.right]).mT
+
+
+def test_a_layer_of_two_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    def units(name: str, module: nn.Module, trainable: frozenset[str]) -> list[Unit]:
+        return [Unit(f"{name}.{p}", "matrix", 2, 3, (Slot(f"{name}.{p}", 0, 3),), "Twofold") for p in ("left", "right")]
+
+    def observe(unit: Unit, module: nn.Module, inputs: Tensor, gradient: Tensor, batch: int) -> MatrixPass:
+        part = gradient[:, :2] if unit.name.endswith("left") else gradient[:, 2:]
+        return MatrixPass(inputs.unsqueeze(-2), part.unsqueeze(-2), False)
+
+    monkeypatch.setitem(REGISTRY, Twofold, Layer(units, observe))
+    model, x = ready(nn.Sequential(Twofold(), nn.Tanh(), nn.Linear(4, 2))), normal(5, 3)
+    truth = exact_fisher(model, gaussian(), x)
+    close(measured_fisher(model, gaussian(), x, "full"), truth)
 
 
 def test_a_layer_whose_forward_is_called_by_its_name_takes_part() -> None:

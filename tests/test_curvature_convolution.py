@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import noisygrad as ng
-from noisygrad.curvature import passes
+from noisygrad.curvature import convolution, kernels, passes
 from noisygrad.curvature.capture import Capture
 from noisygrad.curvature.convolution import ConvolutionPass, PatchedPass, patches
 from noisygrad.curvature.fisher import fisher_passes
@@ -229,3 +229,9 @@ def test_sums_of_squared_products(positions, lead):
 def test_gram_is_the_product_with_itself(size):
     rows = torch.randn(2, 11, size, dtype=torch.float64)
     close(gram(rows), rows.mT @ rows)
+
+
+def test_settings_that_somebody_made_lists_of():
+    module, images = nn.Conv2d(2, 3, 3, padding=2), torch.zeros(1, 2, 6, 6)
+    module.stride, module.dilation = [1, 1], [2, 2]
+    assert convolution._two_axes(module, images)[1] == kernels.Window((3, 3), (1, 1), (2, 2), (2, 2))

@@ -100,6 +100,17 @@ def test_gradients_whose_lines_lie_apart(monkeypatch: pytest.MonkeyPatch) -> Non
     assert relative(found, squares(gradients.flatten(2).mT, patches(module, images))) < 1e-6
 
 
+def test_a_line_of_one_position_has_any_stride(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "applies", lambda gradients, positions: True)
+    module, images = nn.Conv2d(3, 5, (3, 4)).to(DEVICE), torch.randn(4, 3, 9, 4, device=DEVICE)
+    gradients = torch.randn(4, 5, 1, 7, device=DEVICE).transpose(2, 3)
+    assert gradients.is_contiguous()
+    assert gradients.stride(3) == 7
+    found = PatchedPass(module, images, gradients, True)._by_kernel()
+    assert found is not None
+    assert relative(found, squares(gradients.flatten(2).mT, patches(module, images))) < 1e-6
+
+
 @pytest.mark.parametrize(("batch", "positions", "outputs", "inputs"), [(5, 7, 33, 65), (1, 2, 1, 1), (3, 40, 70, 20)])
 def test_squares_of_a_sequence(
     batch: int, positions: int, outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch

@@ -20,7 +20,7 @@ SOURCE = ROOT / "src" / "noisygrad"
 # A room may import those before it. What is not named here comes last, in any order without cycles.
 ROOMS = ("families", "priors", "predictions", "likelihoods", "curvature", "posterior", "optim", "training")
 # These import nothing of the package, so every room may use them.
-LEAVES = ("archive", "networks", "distributed")
+LEAVES = ("archive", "networks", "switches", "distributed")
 
 
 def run_tool(*arguments: str) -> None:

@@ -1,4 +1,4 @@
-"""Multi-head attention, whose projections run inside one function where hooks on layers do not fire.
+"""Multi-head attention, whose projections run inside one function and not as layers.
 
 While statistics are taken, the module's forward is replaced by one that computes the same thing in three parts: the
 input projections (recorded), torch's own attention with identity projections, the output projection (recorded). Masks,

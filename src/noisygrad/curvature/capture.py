@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Self
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from noisygrad.curvature.attention import recorded_forward
 from noisygrad.curvature.units import Unit
+from noisygrad.switches import Switch
 
 
 @dataclass
@@ -51,9 +53,8 @@ class Capture:
     that has called `backward` itself.
     """
 
-    def __init__(self, layers: dict[nn.Module, list[Unit]], *, compiled: bool = False) -> None:
+    def __init__(self, layers: dict[nn.Module, list[Unit]]) -> None:
         self._layers = layers
-        self._compiled = compiled
         self._node_handles: list[RemovableHandle] = []
         self._patched: list[tuple[nn.Module, Any]] = []
         self._records: list[Record] = []
@@ -61,22 +62,18 @@ class Capture:
         self.watch_backward = False
 
     def __enter__(self) -> Self:
-        if self._compiled:
-            # A compiled graph has no place for hooks that come and go; statistics are rare, so that pass runs eagerly.
-            self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # What is compiled knows nothing of layers that record; statistics are rare, so that pass runs eagerly.
+        self._stack.enter_context(_EAGER.on())
         for module, units in self._layers.items():
-            if not units:
-                continue
-            own, forward = vars(module).get("forward"), self._recorded(module, units)
-            vars(module)["forward"] = forward
-            self._patched.append((module, own))
+            if units:
+                own = vars(module).get("forward")
+                vars(module)["forward"] = MethodType(self._recorded(module, units, own), module)
+                self._patched.append((module, own))
         return self
 
     def __exit__(self, *exception: object) -> None:
         for module, own in self._patched:
-            del vars(module)["forward"]
-            if own is not None:  # somebody else had patched it before
-                vars(module)["forward"] = own
+            _put_back(module, own)
         self._patched.clear()
         self._records.clear()
         self._forget_nodes()
@@ -93,14 +90,27 @@ class Capture:
             handle.remove()
         self._node_handles.clear()
 
-    def _recorded(self, module: nn.Module, units: Sequence[Unit]) -> Callable[..., Any]:
+    def _recorded(self, module: nn.Module, units: Sequence[Unit], own: Any) -> Callable[..., Any]:
+        """A method in place of the module's `forward`, or of what somebody else had put in its place."""
+        usual = module.forward
         if isinstance(module, nn.MultiheadAttention):
-            return recorded_forward(module, self._part_recorder(module, units))
-        (unit,), usual = units, module.forward
+            recorded = recorded_forward(module, self._part_recorder(module, units))
+        else:
 
-        def forward(*args: Any, **kwargs: Any) -> Tensor:
-            inputs = args[0] if args else next(iter(kwargs.values()))
-            return self._record(unit, module, inputs, usual(*args, **kwargs))
+            def recorded(*args: Any, **kwargs: Any) -> Any:
+                output = usual(*args, **kwargs)
+                inputs = args[0] if args else next(iter(kwargs.values()))
+                for unit in units:
+                    output = self._record(unit, module, inputs, output)
+                return output
+
+        def forward(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if called is module:
+                return recorded(*args, **kwargs)
+            # A copy of the module that was made meanwhile: it has nothing to do with this, and forgets it.
+            is_bound = isinstance(own, MethodType) and own.__self__ is module
+            _put_back(called, MethodType(own.__func__, called) if is_bound else own)
+            return called.forward(*args, **kwargs)
 
         return forward
 
@@ -136,16 +146,31 @@ class Capture:
         return keep
 
 
-def unwrapped(model: nn.Module) -> tuple[nn.Module, bool]:
-    """The user's own module inside DistributedDataParallel and `torch.compile`, and whether any part is compiled."""
-    compiled = False
+def _put_back(module: nn.Module, own: Any) -> None:
+    """The module's own `forward`, or what somebody else had put in its place."""
+    vars(module).pop("forward", None)
+    if own is not None:
+        vars(module)["forward"] = own
+
+
+def _made_eager() -> Callable[[], None]:
+    """Let nothing that is compiled be run as such; returns what allows it again."""
+    try:
+        stance = torch.compiler.set_stance("force_eager")
+    except RuntimeError:  # inside something compiled, of which this is a part that could not be
+        return lambda: None
+    return lambda: stance.__exit__(None, None, None)
+
+
+_EAGER = Switch(_made_eager)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The user's own module inside DistributedDataParallel and `torch.compile`."""
     while True:
         if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
-            compiled, model = True, model._orig_mod
+            model = model._orig_mod
         elif isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
         else:
-            break
-    compiled = compiled or any(isinstance(m, torch._dynamo.eval_frame.OptimizedModule) for m in model.modules())
-    compiled = compiled or any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
-    return model, compiled
+            return model

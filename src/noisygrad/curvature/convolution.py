@@ -56,7 +56,7 @@ def _two_axes(module: Any, images: Tensor) -> tuple[Tensor, kernels.Window]:
     zeros = module.padding_mode == "zeros"
     padding = tuple(module._reversed_padding_repeated_twice) if zeros else None
     images = images if zeros else _padded(module, images)
-    window = _window(module.kernel_size, module.stride, module.dilation, padding)
+    window = _window(tuple(module.kernel_size), tuple(module.stride), tuple(module.dilation), padding)
     return images if images.dim() == 4 else images.unsqueeze(2), window
 
 

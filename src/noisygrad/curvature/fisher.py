@@ -12,7 +12,7 @@ statistics. A pass starts from the log-likelihood's own derivative (`Likelihood.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -134,14 +134,14 @@ def _differentiate(
 
     def take(record: Record, gradient: Tensor) -> None:
         # In a backward pass no gradients are recorded.
-        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+        with _without_autocast(device):
             keep(record.unit.name, _layer_pass(record, gradient, batch, dtype), (record.inputs,))
 
     with listening(layers.heard, take):
         gradients = torch.autograd.grad(output, places, start.to(output.dtype), retain_graph=True, allow_unused=True)
     used = [(record, g) for record, g in zip(layers.asked, gradients, strict=False) if g is not None]
     inputs = [record.inputs for record, _ in used]
-    with torch.no_grad(), torch.autocast(device, enabled=False):
+    with torch.no_grad(), _without_autocast(device):
         for name, one in _layer_passes([r for r, _ in used], [g for _, g in used], batch, dtype).items():
             keep(name, one, inputs)
     passes = {name: found[name] for name in layers.units if name in found}
@@ -149,6 +149,10 @@ def _differentiate(
         if gradient is not None:
             passes[unit.name] = _summed(unit, gradient, batch, dtype)
     return passes
+
+
+def _without_autocast(device: str) -> AbstractContextManager[object]:
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _summed(unit: Unit, gradient: Tensor, batch: Batch, dtype: torch.dtype) -> SummedPass:

@@ -94,9 +94,9 @@ def squared_products(
         channels_last: Whether a row counts tap by tap, of each all channels; else channel by channel.
     """
     device = gradients.device
-    _, _, lines, width = gradients.shape
-    if lines > 1 and gradients.stride(2) != width * gradients.stride(3):  # the kernel counts on over the lines
-        gradients = gradients.contiguous()
+    lines, width = gradients.shape[2:]
+    if min(lines, width) > 1 and gradients.stride(2) != width * gradients.stride(3):
+        gradients = gradients.contiguous()  # the kernel counts on over the lines
     like = (gradients.shape, gradients.stride(), images.shape, images.stride())
     plan = _plan(*like, window, constant, channels_last, _processors(device))
     if plan is None:
@@ -140,7 +140,9 @@ def _plan(
     processors: int,
 ) -> Plan | None:
     (batch, outputs, lines, width), (_, channels, *image) = shape, image_shape
-    (next_gradients, next_output, _, next_position), positions = strides, lines * width
+    (next_gradients, next_output, next_line, next_position), positions = strides, lines * width
+    if width == 1:  # then that stride means nothing
+        next_position = next_line
     reach = max(_span(shape, strides), _span(image_shape, image_strides))
     if not math.prod(shape) or not math.prod(image_shape) or reach > _LARGEST_INDEX:
         return None

@@ -68,7 +68,7 @@ class Summary(Pass):
 
 @dataclass
 class SquareSummary(Summary):
-    """Sums of squares, for a diagonal, as the numbers of a unit lie."""
+    """Sums of squares, for a diagonal, as the numbers of a unit lie: `lying_squares` is all that it answers."""
 
     sums: list[Tensor]
 

@@ -5,36 +5,18 @@ An inverse has large and small directions; rounding that is small beside the for
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-
-class _Inside:
-    """How many are inside `full_precision`, and what to do when the last of them leaves."""
-
-    lock = threading.Lock()
-    count = 0
-    restore: Callable[[], None] | None = None
+from noisygrad.switches import Switch
 
 
-@contextmanager
-def full_precision() -> Iterator[None]:
+def full_precision() -> AbstractContextManager[None]:
     """No TF32 and no bfloat16 in products of float32 matrices inside; threads may be inside together."""
-    with _Inside.lock:
-        if _Inside.count == 0:
-            _Inside.restore = _made_precise()
-        _Inside.count += 1
-    try:
-        yield
-    finally:
-        with _Inside.lock:
-            _Inside.count -= 1
-            if _Inside.count == 0 and _Inside.restore is not None:
-                _Inside.restore()
+    return _PRECISE.on()
 
 
 def _made_precise() -> Callable[[], None]:
@@ -60,3 +42,6 @@ def _made_precise() -> Callable[[], None]:
             library.fp32_precision = precision
 
     return restore
+
+
+_PRECISE = Switch(_made_precise)

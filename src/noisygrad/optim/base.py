@@ -134,7 +134,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self.ranks = Ranks(model)
         self.module = model
         """The model as it was given: wrapped, where it was."""
-        self.model, self._compiled = unwrapped(model)
+        self.model = unwrapped(model)
         noisy = [bool(settings["noise"]) for settings in patterns.settings]
         self._usual = build_structure(self.model, self.family, patterns.of, noisy)
         self.structure = self._usual.in_memory_order()
@@ -335,7 +335,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         if self._draw is not None:
             raise RuntimeError("sampled() contexts cannot be nested")
         due = with_statistics and self.options.stats_due(self._steps + 1)
-        capture = Capture(self.structure.layers, compiled=self._compiled) if due else None
+        capture = Capture(self.structure.layers) if due else None
         draw = Draw(lambda output, target: measure_loss(self, capture, output, target))
         if self._pending.draws == 0:
             self.running.keep()

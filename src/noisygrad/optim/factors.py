@@ -214,6 +214,7 @@ class Factors:
     def _stack(self) -> None:
         """Bring the factors of equal shape together; what is kept of each block becomes a view."""
         self._stacks = None
+        self.generation += 1
         self._stacked_at = self.generation
         if any(map(can_stack, self.blocks)):
             self._stacks = Stacks(self.blocks, self.cached, self.priors, self._size, self._device)

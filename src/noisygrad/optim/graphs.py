@@ -1,8 +1,8 @@
 """Replays: on a GPU, many small kernels become one launch of a CUDA graph.
 
 Only work on tensors that stay where they are can be replayed. The optimiser replays its own arithmetic so, the draw of
-the weights and the plain step of the mean, without touching the user's model (`Replays`); a whole step, with the
-model's, is `noisygrad.optim.CapturedStep`. Inside a capture of somebody else's, and on a CPU, everything runs as it is.
+the weights and the move of the mean, without touching the user's model (`Replays`); a whole step, with the model's, is
+`noisygrad.optim.CapturedStep`. Inside a capture of somebody else's, and on a CPU, everything runs as it is.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Replay:
         work: What to do: a function of tensors that stay where they are.
         device: The GPU that they are on.
         generators: What it draws from, so that every replay has new numbers.
-        pool: Memory of another graph that it may use, where the two never hold something for each other.
+        pool: Finds the memory of another graph that it may use, as the two never hold something for each other.
         differentiates: Whether it calls autograd.
     """
 
@@ -49,7 +49,7 @@ class Replay:
         work: Work,
         device: torch.device,
         generators: Iterable[torch.Generator] = (),
-        pool: Pool | None = None,
+        pool: Callable[[], Pool | None] = lambda: None,
         *,
         differentiates: bool = True,
     ) -> None:
@@ -94,7 +94,7 @@ class Replay:
         for generator in self._generators:
             graph.register_generator_state(generator)
         # Other threads may be training on the same GPU.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool(), capture_error_mode="thread_local"):
             self._work()
         return graph
 
@@ -117,8 +117,10 @@ class Replays:
             return
         known = self._entries.get(name)
         if known is None or known[0] != key:
-            pools = (replay.pool for other, (_, replay) in self._entries.items() if other != name)
-            pool = next((pool for pool in pools if pool is not None), None)
-            replay = Replay(work, self._device, self._generators, pool, differentiates=self._differentiates)
+            replay = Replay(work, self._device, self._generators, self._pool, differentiates=self._differentiates)
             known = self._entries[name] = (key, replay)
         known[1]()
+
+    def _pool(self) -> Pool | None:
+        """The memory of any that is recorded: all of them may use it, one after the other."""
+        return next((pool for _, replay in self._entries.values() if (pool := replay.pool) is not None), None)

@@ -70,8 +70,7 @@ def _is_plain(optimizer: NoisyOptimizer, step: int) -> bool:
     """Whether this step, on a GPU, is one draw and one loss without anything to scale, to measure or to refresh."""
     pending = optimizer._pending
     return (
-        optimizer.device.type == "cuda"
-        and not optimizer.ranks.active
+        not optimizer.ranks.active
         and pending.draws == 1
         and pending.calls == 1
         and not pending.statistics

@@ -53,7 +53,7 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: Family | None 
         raise ValueError(f"{path} holds a posterior of the family {header['family']!r}, which this noisygrad has not")
     if family is not None and header["family"] != family:
         raise ValueError(f"{path} holds a posterior of the family {header['family']!r}, not {family!r}")
-    model, _ = unwrapped(model)
+    model = unwrapped(model)
     own = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     if own != header["parameters"]:
         raise ValueError(f"{path} belongs to another model: {_difference(header['parameters'], own)}")
