@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
 from types import MethodType
 
 import pytest
@@ -111,28 +110,6 @@ def test_a_layer_without_its_input_fails_as_usual() -> None:
     model = nn.Linear(3, 4)
     with Capture(find_units(model)[1]), pytest.raises(TypeError, match="argument"):
         model()
-
-
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_compiled_function_of_the_model_is_run_as_it_is(whole: bool) -> None:
-    """It is the user's, so nothing about the model tells of it."""
-    runs = []
-
-    def backend(graph: torch.fx.GraphModule, example: object) -> Callable[..., object]:
-        return lambda *args: runs.append(0) or graph.forward(*args)
-
-    found = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-        call = torch.compile(lambda x, m=model: m(x), backend=backend, fullgraph=whole) if compiled else model
-        optimizer = ng.NoisyAdam(model, ng.Gaussian(), num_data=50, seed=0, stats_every=2, factor_every=2)
-        x, y = normal(6, 3), normal(6, 2)
-        for _ in range(6):
-            optimizer.step(lambda call=call, x=x, y=y: (call(x), y))
-        found.append(next(iter(optimizer.factors.statistics.values())).tensors()["fisher"])
-    assert len(runs) == 2  # of the six steps, four take statistics
-    close(found[1], found[0])
 
 
 class Twofold(nn.Module):

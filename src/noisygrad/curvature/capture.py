@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any, Self
 
@@ -153,13 +154,17 @@ def _put_back(module: nn.Module, own: Any) -> None:
         vars(module)["forward"] = own
 
 
+# A step may itself be inside something compiled, where this may not be done.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _made_eager() -> Callable[[], None]:
     """Let nothing that is compiled be run as such; returns what allows it again."""
-    try:
-        stance = torch.compiler.set_stance("force_eager")
-    except RuntimeError:  # inside something compiled, of which this is a part that could not be
-        return lambda: None
-    return lambda: stance.__exit__(None, None, None)
+    stance: Any = torch.compiler.set_stance("force_eager")
+    return partial(_allow_compiled, stance)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _allow_compiled(stance: Any) -> None:
+    stance.__exit__(None, None, None)
 
 
 _EAGER = Switch(_made_eager)

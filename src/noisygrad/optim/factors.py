@@ -207,7 +207,8 @@ class Factors:
             stack.store_(new)
             del statistics, new  # before the next are made
             tried.append(stack)
-            failed.append(torch.stack(failures).any() if failures else self.updates[0] < 0)
+            nothing = torch.zeros((), dtype=torch.bool, device=self._device)
+            failed.append(torch.stack(failures).any() if failures else nothing)
         answers = torch.stack(failed).tolist() if failed else []
         return {block.name for stack, bad in zip(tried, answers, strict=True) if not bad for block in stack.blocks}
 
