@@ -142,14 +142,12 @@ class NoisyOptimizer(torch.optim.Optimizer):
         super().__init__(patterns.param_groups(self.structure.parameters, used), defaults)
         if capturable:
             for group in self.param_groups:
-                group["lr"] = torch.as_tensor(
-                    group["lr"], dtype=torch.float32, device=group["params"][0].device
-                ).clone()
+                device = group["params"][0].device
+                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).clone()
         self._used = used
         self._parts = [self.structure.group_part(index) for index in used]
-        first = next(iter(self.structure.parameters.values()))
-        self.device = first.device
-        parameters = self.structure.parameters.values()
+        parameters = list(self.structure.parameters.values())
+        self.device = parameters[0].device
         self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
         self._narrow = any(p.dtype != self.dtype for p in parameters)
         self.likelihood = likelihood
@@ -204,6 +202,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Closure) -> Tensor: ...
 
+    # A step changes far too much beside tensors to be compiled along with what calls it.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Tensor | None:
         """Update the mean and the Fisher from the draws since the last step.
