@@ -21,6 +21,7 @@ from noisygrad.experiments.classification import Learning, held_out, plan, run_j
 from noisygrad.experiments.configurations import full_name, has
 from noisygrad.experiments.image_methods import METHODS, UnknownImageMethodError, settings
 from noisygrad.training.augmentation import random_crop
+from noisygrad.training.history import EpochRecord
 
 
 def run(*arguments: object) -> tuple[int, str]:
@@ -273,6 +274,28 @@ def test_the_learning_rate_drops() -> None:
     seen = []
     learning.train(lambda record: seen.append(learning.trainer.optimizer.param_groups[0]["lr"]) or {}, None, 1)
     assert seen == pytest.approx([0.05, 0.005, 0.0005, 0.0005])
+
+
+def test_the_learning_rate_rises_during_a_warm_up(tmp_path: Path) -> None:
+    changes = {"warm_up": 3, "lr_drops": [0.75]}
+    (job,) = plan("digits", ["SGD"], ["plain"], epochs=4, train_size=400, validation=True, changes=changes)
+    data, seen = subset(load_images("digits"), 400, 0), []
+
+    def train(last: int) -> None:
+        learning = classification.Learning(job, 0, data, "cpu")
+
+        def note(record: EpochRecord) -> dict[str, float]:
+            if record.epoch > last:
+                raise KeyboardInterrupt
+            seen.append(learning.trainer.optimizer.param_groups[0]["lr"])
+            return {}
+
+        learning.train(note, tmp_path / "checkpoint.safetensors", 1)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(2)
+    train(4)  # goes on with the schedule where it was
+    assert seen == pytest.approx([0.025, 0.0375, 0.005, 0.005])
 
 
 def test_scores_by_the_number_of_draws(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ from noisygrad.experiments.cells import Cell, Job
 from noisygrad.experiments.changes import check_changes, named_after
 from noisygrad.experiments.configurations import BF16, CONFIGURATIONS, LEARNED_NORM, full_name, has
 from noisygrad.experiments.environment import device_name
-from noisygrad.experiments.image_methods import METHODS, OPTIONAL, Config, Trainer, make_trainer, settings
+from noisygrad.experiments.image_methods import METHODS, Config, Trainer, complete, make_trainer, schedule, settings
 from noisygrad.experiments.image_problems import PROBLEMS
 from noisygrad.networks import VGG16, ConvNet
 from noisygrad.training.augmentation import random_crop
@@ -94,8 +94,7 @@ def plan(
                 augment, batch_norm = has(configuration, "D"), has(configuration, "B")
                 own = settings(method, configuration) | problem.settings.get(method, {})
                 own |= problem.choices.get((method, configuration), {})
-                possible = own | (OPTIONAL if "damping" in own else {})
-                check_changes(method, possible, changes or {})
+                check_changes(method, complete(own), changes or {})
                 config: Config = {
                     "epochs": epochs or problem.epochs,
                     "batch_size": problem.batch_size,
@@ -275,8 +274,6 @@ class Learning:
         self, on_epoch: Callable[[EpochRecord], dict[str, float]], path: Path | None, checkpoint_every: int
     ) -> History:
         """All epochs, or those that a checkpoint leaves."""
-        drops = sorted({max(1, round(share * self.config["epochs"])) for share in self.config["lr_drops"]})
-        scheduler = torch.optim.lr_scheduler.MultiStepLR(self.trainer.optimizer, drops, 0.1)
         self.model.train()
         return train(
             self.trainer.optimizer,
@@ -285,7 +282,7 @@ class Learning:
             batch_size=self.batch_size,
             model=self.network,
             step=self._step,
-            scheduler=scheduler,
+            scheduler=schedule(self.trainer.optimizer, self.config),
             drop_last=True,
             seed=self.seed,
             on_epoch=on_epoch,

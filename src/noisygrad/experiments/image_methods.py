@@ -31,8 +31,8 @@ Config = dict[str, Any]
 METHODS = ("SGD", "K-FAC", "K-FAC+WD", "BBB", "noisy-Adam", "noisy-K-FAC")
 _CIFAR_PRIOR = {"plain": (0.5, 0.1, 1e-3), "D": (0.1, 0.1, 1e-3), "B": (0.5, 1.0, 1e-2), "D+B": (0.1, 1.0, 1e-2)}
 """λ, η and the trust region c₀ of the released configurations."""
-OPTIONAL: Config = {"fisher_floor": 0.0}
-"""Settings of the natural-gradient methods that a configuration need not have, with what they then are."""
+_OPTIONAL: Config = {"warm_up": 0}
+_OPTIONAL_NATURAL: Config = {"fisher_floor": 0.0}
 
 
 class UnknownImageMethodError(ValueError):
@@ -80,6 +80,22 @@ def settings(method: str, configuration: str) -> Config:
         return natural
     point = natural | {"noise": False, "test_samples": 1}
     return point if method == "K-FAC+WD" else point | {"prior_variance": None}
+
+
+def complete(config: Config) -> Config:
+    """With the settings that a configuration need not have, as they then are."""
+    return _OPTIONAL | (_OPTIONAL_NATURAL if "damping" in config else {}) | config
+
+
+def schedule(optimizer: torch.optim.Optimizer, config: Config) -> torch.optim.lr_scheduler.LRScheduler:
+    """By epochs: the step size rises from epoch to epoch during the warm-up, and is divided by ten at each drop."""
+    warm_up = complete(config)["warm_up"]
+    drops = {max(1, round(share * config["epochs"])) for share in config["lr_drops"]}
+
+    def factor(epoch: int) -> float:
+        return float(min(1.0, (epoch + 1) / (warm_up + 1)) * 0.1 ** sum(epoch >= drop for drop in drops))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 @dataclass
@@ -131,7 +147,7 @@ def make_trainer(
         damping=config["damping"],
         fisher_decay=config["fisher_decay"],
         fisher_start=config["fisher_start"],
-        fisher_floor=(OPTIONAL | config)["fisher_floor"],
+        fisher_floor=complete(config)["fisher_floor"],
         momentum=config["momentum"],
         momentum_mode="heavy_ball",
         stats_every=config["stats_every"],
