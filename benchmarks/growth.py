@@ -16,15 +16,16 @@ KINDS = ("plain", "statistics", "refresh")
 REASONS = """
 **Why with the width w.** The products of a convolution grow as w², but narrow layers leave most of the GPU idle, so
 SGD's slope starts below 1 and rises. What NoisyAdam adds to a plain step, noise and the move of the mean, is one pass
-over the weights: w² too. Its statistics form the gradient of every example apart, batch × weights numbers, also w²,
-and nothing hides them: their slope is the first to reach 2. NoisyKFAC multiplies the draw and the gradient by factors
-of 9·w·channels rows, w³ in all; from ×2 to ×4 that begins to show. Its refresh is Cholesky factorisations and
-triangular inverses of those factors, w³ again; at ×1 it is a chain of small kernels that wait for each other.
+over the weights: w² too. Its statistics form the gradient of every example apart, as many products as the backward pass
+has, also w², which narrow layers hide less: there are batch × weights numbers to square. NoisyKFAC multiplies the draw
+and the gradient by factors of 9·w·channels rows, w³ in all; from ×2 to ×4 that begins to show. Its refresh is Cholesky
+factorisations and triangular inverses of those factors, w³ again; at ×1 it is a chain of small kernels that wait for
+each other.
 
 **Why with the batch.** The network's own cost approaches slope 1 once the batch fills the GPU. What the optimisers add
-to a plain step does not depend on the batch (about 0.4 ms of NoisyAdam's, 0.8 of NoisyKFAC's at every size), so their
-share falls. Statistics are sums over examples, slope 1 in the end. A refresh looks at the factors alone: what grows in
-its row is the statistics and the plain step that belong to the same step.
+to a plain step hardly depends on the batch ({adam} ms of NoisyAdam's, {kfac} of NoisyKFAC's), so their share falls.
+Statistics are sums over examples, slope 1 in the end. A refresh looks at the factors alone: what grows in its row is
+the statistics and the plain step that belong to the same step.
 """
 Times = dict[str, dict[str, float]]
 
@@ -45,7 +46,7 @@ def growth(path: Path, picture: Path) -> str:
         f"factors every {every['factors']}.\n\n"
         f"![Mean step time against width and batch](assets/{picture.name})\n",
         *(f"\n{table(name, found)}" for name, found in series.items()),
-        REASONS,
+        REASONS.format(adam=_added("NoisyAdam", series["batch"]), kfac=_added("NoisyKFAC", series["batch"])),
         f"\n{prediction['samples']} weight samples for {prediction['images']} images take "
         f"{prediction['draws'] * 1e3:.0f} ms, {prediction['ratio']:.1f} times one pass of the plain network "
         f"({prediction['plain'] * 1e3:.1f} ms).\n",
@@ -97,6 +98,12 @@ def table(name: str, found: dict[float, Times]) -> str:
             label = f"**{method}**, mean" if kind == "step" else f"{method}, {kind}"
             rows.append(f"| {label} | {cells} | {', '.join(f'{slope:.1f}' for slope in slopes)} |")
     return "\n".join(rows) + "\n"
+
+
+def _added(method: str, found: dict[float, Times]) -> str:
+    """What a method adds to a plain step of SGD, the least and the most of all sizes, in ms."""
+    least, *_, most = sorted(1e3 * (times[method]["plain"] - times["SGD"]["plain"]) for times in found.values())
+    return f"{least:.2f} to {most:.2f}"
 
 
 def _slope(first: float, second: float, start: float, stop: float) -> float:

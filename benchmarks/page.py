@@ -25,13 +25,12 @@ older code, gave {vgg16:.2f} and {mlp:.2f} (41 and 61 rounds, `results/ivon-cpu.
 
 On the GPU all methods have images in channels-last order and TF32 products; captured steps are CUDA graphs (all but
 K-FAC's refreshes), bf16 ones have a network in bfloat16. Eager steps there wait for the host, and hosts differ, so that
-ratios to eager SGD do too. In the last four runs, of which the figures below are the fourth and only two were kept, SGD
-took 4.5, 4.0, 3.7 and 3.5 ms, NoisyAdam 1.25, 1.29, 1.35 and 1.35 times as long (0.80 to 0.82 × IVON in the three that
-had it), and captured NoisyKFAC 0.68, 0.89, 1.01 and 1.01 times. Code differs too: in the first of them K-FAC's factors
-were whole, which took 1078 MB (eager), and its captured step 3.07 ms; products with bands are likely a part of what it
-takes longer since. Since the fourth run, and not measured yet: a refresh of K-FAC's factors makes what draws and what
-steps need in one batch, of all but the largest layers, and waits for the GPU once, not once for each shape of layers;
-statistics take fewer operations on the host, and the mean moves by a recorded graph after them too.
+ratios to eager SGD do too. In the last five runs, of which the figures below are the fifth and only three were kept,
+SGD took 4.5, 4.0, 3.7, 3.5 and 4.5 ms, NoisyAdam 1.25, 1.29, 1.35, 1.35 and 1.21 times as long (0.77 to 0.82 × IVON in
+the four that had it), and captured NoisyKFAC 0.68, 0.89, 1.01, 1.01 and 0.74 times. Code differs too: before the second
+run K-FAC's factors were whole, which took 1078 MB (eager) and made its captured step 3.07 ms; before the fifth,
+statistics began to take fewer operations on the host, and the mean to move by a recorded graph after them. That step
+of NoisyAdam took 12.9 ms in the fourth run, on the faster host, and 12.1 in the fifth.
 
 Peak memory is that of a process that does nothing else: what is resident beyond the start, or allocated on the GPU.
 Ours has steps with statistics and a refresh of the factors in it.

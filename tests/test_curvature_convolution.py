@@ -121,6 +121,46 @@ def test_other_geometries_keep_their_patches(arguments):
         close(seen.output_moment(), g.T @ g / 3)
 
 
+def many_positions(name):
+    """Convolutions of many positions by name, and images for them: 12 × 13 pixels, or 150 of one axis."""
+    if name == "one axis":
+        return nn.Conv1d(3, 4, 5, padding=2), torch.randn(7, 3, 150)
+    arguments = {
+        "usual": {"kernel_size": 3, "padding": 1},
+        "valid": {"kernel_size": 1},
+        "gaps": {"kernel_size": (3, 2), "padding": (2, 1), "dilation": (2, 1)},
+        "other zeros behind": {"kernel_size": 4, "padding": "same"},
+        "circular": {"kernel_size": 3, "padding": 1, "padding_mode": "circular"},
+        "no bias": {"kernel_size": 3, "padding": 1, "bias": False},
+    }[name]
+    return nn.Conv2d(3, 4, **arguments), torch.randn(7, 3, 12, 13)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN here")
+@pytest.mark.parametrize("cache", [1, 2000, 1 << 19])
+@pytest.mark.parametrize("name", ["one axis", "usual", "valid", "gaps", "other zeros behind", "circular", "no bias"])
+def test_examples_as_groups_of_one_convolution(name, cache, monkeypatch):
+    torch.manual_seed(0)
+    module, images = many_positions(name)
+    seen, gradient = observe(module, images)
+    assert isinstance(seen, ConvolutionPass)
+    *_, right = truth(module, images.double(), gradient.double(), seen.constant)
+    monkeypatch.setattr(convolution, "CACHE", cache)
+    asked = []
+    usual = convolution.conv2d_weight
+    monkeypatch.setattr(convolution, "conv2d_weight", lambda *args, **kwargs: asked.append(0) or usual(*args, **kwargs))
+    swapped = gradient.transpose(0, 1).contiguous().transpose(0, 1)  # the same in another order of memory
+    for given, size in ((gradient, 1.0), (swapped, 1.0), (gradient * 1e-15, 1e-30)):
+        found = ConvolutionPass(module, images, given, seen.constant).squares()
+        assert asked
+        asked.clear()
+        torch.testing.assert_close(found.double() / size, right, rtol=1e-5, atol=1e-6 * float(right.max()))
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    other = ConvolutionPass(module, images, gradient, seen.constant).squares()
+    assert not asked
+    torch.testing.assert_close(other.double(), right, rtol=1e-5, atol=1e-6 * float(right.max()))
+
+
 @pytest.mark.parametrize("chunk", [1, 500, 1000, 10**6])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_patches_of_some_examples_at_a_time_are_enough(chunk, stride, monkeypatch):

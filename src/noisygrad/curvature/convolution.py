@@ -3,7 +3,8 @@
 The patches repeat every input pixel once for each tap of the kernel. Their second moment depends on two taps only
 through the shift from one to the other, apart from what the edges of the image cut off: 25 shifts in place of the 81
 pairs of taps of a 3×3 kernel, and by symmetry half of them. Squares of per-example gradients need patches along one
-axis only, because along the other a tap is a slice of memory.
+axis only, because along the other a tap is a slice of memory; and none at all where a convolution whose groups are the
+examples is faster.
 """
 
 from __future__ import annotations
@@ -18,14 +19,25 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.grad import conv2d_weight
 
 from noisygrad.curvature import kernels
-from noisygrad.curvature.passes import CACHE, FEW_POSITIONS, MatrixPass, at_once, sum_of_squared_products
+from noisygrad.curvature.passes import (
+    CACHE,
+    FEW_POSITIONS,
+    MatrixPass,
+    at_once,
+    sum_of_squared_products,
+    sum_of_squares,
+)
 from noisygrad.curvature.units import Unit
 from noisygrad.families.moments import column_sums, gram, with_border
 
 SMALL_PATCH = 64
 """Patches of at most so many numbers, as of colour images, are rather made: a product with a part of one is thin."""
+
+MANY_POSITIONS = 128
+"""From so many positions on, single-precision squares are made by a convolution of many groups."""
 
 
 def patches(module: Any, inputs: Tensor) -> Tensor:
@@ -86,6 +98,11 @@ class Axis:
         places = [self.dilation * tap - self.before for tap in taps]
         start = max(0, *(-place for place in places))
         return start, max(start, min(self.outputs, *(self.size - place for place in places)))
+
+    @property
+    def after(self) -> int:
+        """Zeros behind the image."""
+        return self.outputs + self.dilation * (self.kernel - 1) - self.size - self.before
 
     def pairs(self) -> dict[int, dict[tuple[int, int], list[tuple[int, int]]]]:
         """For each shift between two taps, and each range of pixels of the first that they visit, those taps."""
@@ -254,11 +271,13 @@ class ConvolutionPass(PatchedPass):
         if positions == 1:
             return super().square_sums()
         # Squares of small gradients would be denormal numbers: most CPUs are slow at those, and digits are lost.
-        least, most = self.gradients.aminmax()
+        least, most = self._gradients.aminmax()  # as they lie: twenty times as fast
         largest = torch.maximum(-least, most)
         scale = torch.where(largest > 0, largest, 1.0)
         if positions <= FEW_POSITIONS:
             weight = self._squares_by_taps(scale)
+        elif positions >= MANY_POSITIONS and self.gradients.dtype == torch.float32 and _has_onednn():
+            weight = self._squares_by_groups(scale)
         elif self._patch_size <= SMALL_PATCH:
             # Thin products, which are fewer than the gradients: these are multiplied as they lie.
             weight = torch.bmm(self.gradients.mT, self.activations).div_(scale).square_().sum(dim=0)
@@ -277,6 +296,35 @@ class ConvolutionPass(PatchedPass):
             at = placed[..., slice(*vertical.window(tap_y)), slice(*horizontal.window(tap_x))].flatten(2).mT
             found.append(sum_of_squared_products(at, seen))
         return torch.stack(found, dim=-1).flatten(1)
+
+    def _squares_by_groups(self, scale: Tensor) -> Tensor:
+        """Some examples at a time as the groups of one convolution, whose weights' gradients are theirs apart.
+
+        oneDNN makes them without patches; with few positions, or many weights, their memory costs more than that saves.
+        """
+        images, vertical, horizontal = self._geometry
+        (channels, *sizes), outputs = images.shape[1:], self.gradients.shape[-1]
+        shape = (channels, vertical.kernel, horizontal.kernel)
+        ends = [(axis.before, axis.after) for axis in (vertical, horizontal)]
+        if any(before != after for before, after in ends):
+            (top, bottom), (left, right) = ends
+            images, ends = F.pad(images, (left, right, top, bottom)), [(0, 0), (0, 0)]
+            sizes = list(images.shape[2:])
+        gradients = self._gradients.reshape(-1, outputs, vertical.outputs, horizontal.outputs)
+        total = images.new_zeros(outputs, math.prod(shape))
+        size = max(1, CACHE // max(total.numel(), images[0].numel(), gradients[0].numel()))
+        for some, theirs in zip(images.split(size), gradients.split(size), strict=True):
+            count = len(some)
+            products = conv2d_weight(
+                some.reshape(1, count * channels, *sizes),
+                (count * outputs, *shape),
+                theirs.reshape(1, count * outputs, *theirs.shape[2:]),
+                padding=[before for before, _ in ends],
+                dilation=[vertical.dilation, horizontal.dilation],
+                groups=count,
+            )
+            total.add_(sum_of_squares(products.view(count, *total.shape).div_(scale), 0))
+        return total
 
     def _squares_by_rows(self, scale: Tensor) -> Tensor:
         """Patches along the width, of some examples at a time; along the height a tap is a slice of them.
@@ -300,6 +348,10 @@ class ConvolutionPass(PatchedPass):
                 part.add_(sum_of_squared_products(theirs[:, start * width : stop * width], seen))
         by_channel: Tensor = total.unflatten(-1, (channels, -1))  # [tap, outputs, channels, tap]
         return by_channel.permute(1, 2, 0, 3).flatten(1)
+
+
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
 
 
 def _pixels_first(features: Tensor) -> Tensor:

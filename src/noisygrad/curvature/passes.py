@@ -62,10 +62,10 @@ def sum_of_squared_products(outputs: Tensor, inputs: Tensor) -> Tensor:
     size = at_once(outputs.device, math.prod(inputs.shape[:-3]) * features * outputs.shape[-1])
     multiply = torch.bmm if outputs.dim() == inputs.dim() == 3 else torch.matmul
     if size >= batch:
-        return _sum_of_squares(multiply(outputs.mT, inputs), -3)
+        return sum_of_squares(multiply(outputs.mT, inputs), -3)
     total = outputs.new_zeros(())
     for g, a in zip(outputs.split(size, dim=-3), inputs.split(size, dim=-3), strict=True):
-        total = total + _sum_of_squares(multiply(g.mT, a), -3)
+        total = total + sum_of_squares(multiply(g.mT, a), -3)
     return total
 
 
@@ -111,14 +111,14 @@ def _in_cache(outputs: Tensor, inputs: Tensor) -> Tensor:
         for some, a in zip(g.split(size), inputs.split(size), strict=True):
             products = torch.bmm(some.mT, a, out=place[: len(some)])
             if size >= MANY:
-                panel.add_(_sum_of_squares(products, 0))
+                panel.add_(sum_of_squares(products, 0))
                 continue
             for product in products:
                 panel.addcmul_(product, product)
     return total
 
 
-def _sum_of_squares(tensor: Tensor, dim: int) -> Tensor:
+def sum_of_squares(tensor: Tensor, dim: int) -> Tensor:
     """On a GPU by a norm, one pass over the tensor; on a CPU norms over a leading dimension are slow. Overwrites it."""
     norm: Tensor = torch.linalg.vector_norm(tensor, dim=dim) if tensor.is_cuda else tensor.mul_(tensor).sum(dim=dim)
     return norm.square() if tensor.is_cuda else norm
