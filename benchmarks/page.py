@@ -19,9 +19,9 @@ HEAD = """# Step times
 Made by `benchmarks/page.py` from the files that `benchmarks/run.py` left in `results/`. Every method trains the same
 network on the same batch; rounds of all methods are interleaved in one run and the median is taken, so look at the
 ratios. Statistics are taken every 10 steps and factors made every 200, and both are part of the mean step. On a CPU
-NoisyAdam and IVON are level: twelve runs of VGG16 gave 0.98 to 1.02 and nine of the MLP 0.96 to 1.01, of code that
+NoisyAdam and IVON are level on VGG16: fifteen runs gave 0.98 to 1.02, twelve of the MLP 0.95 to 1.01, of code that
 changed little in between; the figures below are the last of them. One longer run of the two alone for each network, of
-older code, gave {vgg16:.2f} and {mlp:.2f} (41 and 61 rounds, `results/ivon-cpu.json`).
+the code of these figures, gave {vgg16:.2f} and {mlp:.2f} (41 and 61 rounds, `results/ivon-cpu.json`).
 
 On the GPU all methods have images in channels-last order and TF32 products; captured steps are CUDA graphs (all but
 K-FAC's refreshes), bf16 ones have a network in bfloat16. Eager steps there wait for the host, and hosts differ, so that

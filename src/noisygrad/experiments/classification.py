@@ -36,7 +36,7 @@ from noisygrad.experiments.cells import Cell, Job
 from noisygrad.experiments.changes import check_changes, named_after
 from noisygrad.experiments.configurations import BF16, CONFIGURATIONS, LEARNED_NORM, full_name, has
 from noisygrad.experiments.environment import device_name
-from noisygrad.experiments.image_methods import METHODS, Config, Trainer, complete, make_trainer, schedule, settings
+from noisygrad.experiments.image_methods import METHODS, Config, Trainer, make_trainer, optional, schedule, settings
 from noisygrad.experiments.image_problems import PROBLEMS
 from noisygrad.networks import VGG16, ConvNet
 from noisygrad.training.augmentation import random_crop
@@ -94,7 +94,7 @@ def plan(
                 augment, batch_norm = has(configuration, "D"), has(configuration, "B")
                 own = settings(method, configuration) | problem.settings.get(method, {})
                 own |= problem.choices.get((method, configuration), {})
-                check_changes(method, complete(own), changes or {})
+                check_changes(method, optional(method) | own, changes or {})
                 config: Config = {
                     "epochs": epochs or problem.epochs,
                     "batch_size": problem.batch_size,

@@ -31,8 +31,6 @@ Config = dict[str, Any]
 METHODS = ("SGD", "K-FAC", "K-FAC+WD", "BBB", "noisy-Adam", "noisy-K-FAC")
 _CIFAR_PRIOR = {"plain": (0.5, 0.1, 1e-3), "D": (0.1, 0.1, 1e-3), "B": (0.5, 1.0, 1e-2), "D+B": (0.1, 1.0, 1e-2)}
 """λ, η and the trust region c₀ of the released configurations."""
-_OPTIONAL: Config = {"warm_up": 0}
-_OPTIONAL_NATURAL: Config = {"fisher_floor": 0.0}
 
 
 class UnknownImageMethodError(ValueError):
@@ -82,14 +80,15 @@ def settings(method: str, configuration: str) -> Config:
     return point if method == "K-FAC+WD" else point | {"prior_variance": None}
 
 
-def complete(config: Config) -> Config:
-    """With the settings that a configuration need not have, as they then are."""
-    return _OPTIONAL | (_OPTIONAL_NATURAL if "damping" in config else {}) | config
+def optional(method: str) -> Config:
+    """Settings of a method that a configuration need not have, as they then are."""
+    own = {"SGD": {"weight_decay": 0.0}, "BBB": {}}
+    return {"warm_up": 0, **own.get(method, {"fisher_floor": 0.0})}
 
 
 def schedule(optimizer: torch.optim.Optimizer, config: Config) -> torch.optim.lr_scheduler.LRScheduler:
     """By epochs: the step size rises from epoch to epoch during the warm-up, and is divided by ten at each drop."""
-    warm_up = complete(config)["warm_up"]
+    warm_up = config.get("warm_up", 0)
     drops = {max(1, round(share * config["epochs"])) for share in config["lr_drops"]}
 
     def factor(epoch: int) -> float:
@@ -122,6 +121,7 @@ def make_trainer(
     seed: int,
 ) -> Trainer:
     """The method for a network whose batches appear in `inputs` and `labels` whenever `prepare` has run."""
+    config = optional(method) | config
     narrow = config.get("network_dtype") == "bfloat16"
 
     def closure() -> tuple[Tensor, Tensor]:
@@ -147,7 +147,7 @@ def make_trainer(
         damping=config["damping"],
         fisher_decay=config["fisher_decay"],
         fisher_start=config["fisher_start"],
-        fisher_floor=complete(config)["fisher_floor"],
+        fisher_floor=config["fisher_floor"],
         momentum=config["momentum"],
         momentum_mode="heavy_ball",
         stats_every=config["stats_every"],
@@ -179,7 +179,8 @@ class _Task:
 
 
 def _sgd(task: _Task) -> Trainer:
-    optimizer = torch.optim.SGD(task.model.parameters(), lr=task.config["lr"], momentum=task.config["momentum"])
+    kept = {name: task.config[name] for name in ("lr", "momentum", "weight_decay")}
+    optimizer = torch.optim.SGD(task.model.parameters(), **kept)
 
     def move() -> Tensor:
         loss = F.cross_entropy(*task.closure())
