@@ -102,8 +102,8 @@ def table(name: str, found: dict[float, Times]) -> str:
 
 def _added(method: str, found: dict[float, Times]) -> str:
     """What a method adds to a plain step of SGD, the least and the most of all sizes, in ms."""
-    least, *_, most = sorted(1e3 * (times[method]["plain"] - times["SGD"]["plain"]) for times in found.values())
-    return f"{least:.2f} to {most:.2f}"
+    added = [1e3 * (times[method]["plain"] - times["SGD"]["plain"]) for times in found.values()]
+    return f"{min(added):.2f} to {max(added):.2f}"
 
 
 def _slope(first: float, second: float, start: float, stop: float) -> float:

@@ -19,9 +19,10 @@ HEAD = """# Step times
 Made by `benchmarks/page.py` from the files that `benchmarks/run.py` left in `results/`. Every method trains the same
 network on the same batch; rounds of all methods are interleaved in one run and the median is taken, so look at the
 ratios. Statistics are taken every 10 steps and factors made every 200, and both are part of the mean step. On a CPU
-NoisyAdam and IVON are level on VGG16: fifteen runs gave 0.98 to 1.02, twelve of the MLP 0.95 to 1.01, of code that
-changed little in between; the figures below are the last of them. One longer run of the two alone for each network, of
-the code of these figures, gave {vgg16:.2f} and {mlp:.2f} (41 and 61 rounds, `results/ivon-cpu.json`).
+NoisyAdam and IVON are level on VGG16, where fifteen runs gave ratios of 0.98 to 1.02; twelve of the MLP gave 0.95 to
+1.01. Code changed little between those runs, and the figures below are the last of them. One longer run of the two
+alone for each network, of the code of these figures, gave {vgg16:.2f} and {mlp:.2f} (41 and 61 rounds,
+`results/ivon-cpu.json`).
 
 On the GPU all methods have images in channels-last order and TF32 products; captured steps are CUDA graphs (all but
 K-FAC's refreshes), bf16 ones have a network in bfloat16. Eager steps there wait for the host, and hosts differ, so that
@@ -29,11 +30,14 @@ ratios to eager SGD do too. In the last five runs, of which the figures below ar
 SGD took 4.5, 4.0, 3.7, 3.5 and 4.5 ms, NoisyAdam 1.25, 1.29, 1.35, 1.35 and 1.21 times as long (0.77 to 0.82 × IVON in
 the four that had it), and captured NoisyKFAC 0.68, 0.89, 1.01, 1.01 and 0.74 times. Code differs too: before the second
 run K-FAC's factors were whole, which took 1078 MB (eager) and made its captured step 3.07 ms; before the fifth,
-statistics began to take fewer operations on the host, and the mean to move by a recorded graph after them. That step
-of NoisyAdam took 12.9 ms in the fourth run, on the faster host, and 12.1 in the fifth.
+statistics began to take fewer operations on the host, and the mean to move by a recorded graph after them. A step
+of NoisyAdam with statistics took 12.9 ms in the fourth run, on the faster host, and 12.1 in the fifth. A refresh of
+K-FAC's factors waits for the GPU once since then, not once for each shape of layers, which helps wide networks alone
+(from 808 to 636 ms at width ×4, from 101 to 107 at ×1).
 
 Peak memory is that of a process that does nothing else: what is resident beyond the start, or allocated on the GPU.
-Ours has steps with statistics and a refresh of the factors in it.
+Ours has steps with statistics and a refresh of the factors in it. On a CPU the start has torch's compiler in it, about
+70 MB, which noisygrad imports and which earlier versions of this page counted with every method.
 """
 NAMES = {"mlp": "MLP 13-50-1, batch 10", "vgg16": "the paper's VGG16, batch 128"}
 

@@ -124,7 +124,7 @@ def test_other_geometries_keep_their_patches(arguments):
 def many_positions(name):
     """Convolutions of many positions by name, and images for them: 12 × 13 pixels, or 150 of one axis."""
     if name == "one axis":
-        return nn.Conv1d(3, 4, 5, padding=2), torch.randn(7, 3, 150)
+        return nn.Conv1d(14, 4, 5, padding=2), torch.randn(7, 14, 150)
     arguments = {
         "usual": {"kernel_size": 3, "padding": 1},
         "valid": {"kernel_size": 1},
@@ -133,7 +133,7 @@ def many_positions(name):
         "circular": {"kernel_size": 3, "padding": 1, "padding_mode": "circular"},
         "no bias": {"kernel_size": 3, "padding": 1, "bias": False},
     }[name]
-    return nn.Conv2d(3, 4, **arguments), torch.randn(7, 3, 12, 13)
+    return nn.Conv2d(66, 4, **arguments), torch.randn(7, 66, 12, 13)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN here")

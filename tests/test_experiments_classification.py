@@ -276,6 +276,18 @@ def test_the_learning_rate_drops() -> None:
     assert seen == pytest.approx([0.05, 0.005, 0.0005, 0.0005])
 
 
+def test_weight_decay_of_sgd_can_be_tried() -> None:
+    plain, decayed = (
+        plan("digits", ["SGD"], ["plain"], train_size=400, validation=True, changes=changes)[0]
+        for changes in ({}, {"weight_decay": 0.1})
+    )
+    for job, expected in ((plain, 0.0), (decayed, 0.1)):
+        learning = classification.Learning(job, 0, subset(load_images("digits"), 400, 0), "cpu")
+        assert learning.trainer.optimizer.param_groups[0]["weight_decay"] == expected
+    with pytest.raises(ValueError, match="weight_decay"):
+        plan("digits", ["BBB"], ["plain"], validation=True, changes={"weight_decay": 0.1})
+
+
 def test_the_learning_rate_rises_during_a_warm_up(tmp_path: Path) -> None:
     changes = {"warm_up": 3, "lr_drops": [0.75]}
     (job,) = plan("digits", ["SGD"], ["plain"], epochs=4, train_size=400, validation=True, changes=changes)

@@ -36,8 +36,8 @@ from noisygrad.families.moments import column_sums, gram, with_border
 SMALL_PATCH = 64
 """Patches of at most so many numbers, as of colour images, are rather made: a product with a part of one is thin."""
 
-MANY_POSITIONS = 128
-"""From so many positions on, single-precision squares are made by a convolution of many groups."""
+MANY_POSITIONS, FEW_WEIGHTS = 128, 1 << 16
+"""From so many positions on, and up to so many weights, squares are made by a convolution of many groups."""
 
 
 def patches(module: Any, inputs: Tensor) -> Tensor:
@@ -276,11 +276,11 @@ class ConvolutionPass(PatchedPass):
         scale = torch.where(largest > 0, largest, 1.0)
         if positions <= FEW_POSITIONS:
             weight = self._squares_by_taps(scale)
-        elif positions >= MANY_POSITIONS and self.gradients.dtype == torch.float32 and _has_onednn():
-            weight = self._squares_by_groups(scale)
         elif self._patch_size <= SMALL_PATCH:
             # Thin products, which are fewer than the gradients: these are multiplied as they lie.
             weight = torch.bmm(self.gradients.mT, self.activations).div_(scale).square_().sum(dim=0)
+        elif self._groups_are_fast():
+            weight = self._squares_by_groups(scale)
         else:
             weight = self._squares_by_rows(scale)
         bias = (self.gradients.sum(dim=-2) / scale).square().sum(dim=-2)
@@ -297,26 +297,29 @@ class ConvolutionPass(PatchedPass):
             found.append(sum_of_squared_products(at, seen))
         return torch.stack(found, dim=-1).flatten(1)
 
-    def _squares_by_groups(self, scale: Tensor) -> Tensor:
-        """Some examples at a time as the groups of one convolution, whose weights' gradients are theirs apart.
+    def _groups_are_fast(self) -> bool:
+        """oneDNN needs no patches; with few positions, or many weights, memory costs more than that saves."""
+        _, positions, outputs = self.gradients.shape
+        fits = positions >= MANY_POSITIONS and outputs * self._patch_size <= FEW_WEIGHTS
+        has_onednn = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+        return fits and has_onednn and self.gradients.dtype == torch.float32
 
-        oneDNN makes them without patches; with few positions, or many weights, their memory costs more than that saves.
-        """
+    def _squares_by_groups(self, scale: Tensor) -> Tensor:
+        """Some examples at a time as the groups of one convolution, whose weights' gradients are theirs apart."""
         images, vertical, horizontal = self._geometry
-        (channels, *sizes), outputs = images.shape[1:], self.gradients.shape[-1]
+        channels, outputs = images.shape[1], self.gradients.shape[-1]
         shape = (channels, vertical.kernel, horizontal.kernel)
         ends = [(axis.before, axis.after) for axis in (vertical, horizontal)]
         if any(before != after for before, after in ends):
             (top, bottom), (left, right) = ends
             images, ends = F.pad(images, (left, right, top, bottom)), [(0, 0), (0, 0)]
-            sizes = list(images.shape[2:])
         gradients = self._gradients.reshape(-1, outputs, vertical.outputs, horizontal.outputs)
         total = images.new_zeros(outputs, math.prod(shape))
         size = max(1, CACHE // max(total.numel(), images[0].numel(), gradients[0].numel()))
         for some, theirs in zip(images.split(size), gradients.split(size), strict=True):
             count = len(some)
             products = conv2d_weight(
-                some.reshape(1, count * channels, *sizes),
+                some.reshape(1, count * channels, *some.shape[2:]),
                 (count * outputs, *shape),
                 theirs.reshape(1, count * outputs, *theirs.shape[2:]),
                 padding=[before for before, _ in ends],
@@ -348,10 +351,6 @@ class ConvolutionPass(PatchedPass):
                 part.add_(sum_of_squared_products(theirs[:, start * width : stop * width], seen))
         by_channel: Tensor = total.unflatten(-1, (channels, -1))  # [tap, outputs, channels, tap]
         return by_channel.permute(1, 2, 0, 3).flatten(1)
-
-
-def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
 
 
 def _pixels_first(features: Tensor) -> Tensor:

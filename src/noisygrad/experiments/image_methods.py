@@ -179,8 +179,8 @@ class _Task:
 
 
 def _sgd(task: _Task) -> Trainer:
-    kept = {name: task.config[name] for name in ("lr", "momentum", "weight_decay")}
-    optimizer = torch.optim.SGD(task.model.parameters(), **kept)
+    given = {name: task.config[name] for name in ("lr", "momentum", "weight_decay")}
+    optimizer = torch.optim.SGD(task.model.parameters(), **given)
 
     def move() -> Tensor:
         loss = F.cross_entropy(*task.closure())

@@ -48,7 +48,7 @@ def _evaluate_once(optimizer: NoisyOptimizer, closure: Closure, *, only: bool) -
         warnings.warn(
             "the closure returned a loss, not (output, target): the Fisher is then the empirical one, which is a worse "
             "approximation. Return (model(x), y) for the true Fisher",
-            stacklevel=7,
+            stacklevel=8,
         )
         if all(gradient is None for gradient in _gradients(optimizer)):
             raise RuntimeError("the closure returned a loss without having called backward() on it")

@@ -122,6 +122,7 @@ class Draw:
         """Whether a loss was computed that is to be differentiated."""
         self._waiting: dict[int, str] = {}
 
+    # Like `step`, it leaves much beside tensors.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def nll(self, output: Tensor, target: Tensor) -> Tensor:
         """The loss to differentiate: the mean negative log-likelihood over the batch.
