@@ -16,11 +16,10 @@ KINDS = ("plain", "statistics", "refresh")
 REASONS = """
 **Why with the width w.** The products of a convolution grow as w², but narrow layers leave most of the GPU idle, so
 SGD's slope starts below 1 and rises. What NoisyAdam adds to a plain step, noise and the move of the mean, is one pass
-over the weights: w² too. Its statistics form the gradient of every example apart, as many products as the backward pass
-has, also w², which narrow layers hide less: there are batch × weights numbers to square. NoisyKFAC multiplies the draw
-and the gradient by factors of 9·w·channels rows, w³ in all; from ×2 to ×4 that begins to show. Its refresh is Cholesky
-factorisations and triangular inverses of those factors, w³ again; at ×1 it is a chain of small kernels that wait for
-each other.
+over the weights: w² too. Its statistics form the gradient of every example apart, as many products as the gradient of
+the weights takes, also w²; narrow layers seem to hide them less. NoisyKFAC multiplies the draw and the gradient by
+factors of 9·w·channels rows, w³ in all; from ×2 to ×4 that begins to show. Its refresh is Cholesky factorisations and
+triangular inverses of those factors, w³ again; at ×1 it is a chain of small kernels that wait for each other.
 
 **Why with the batch.** The network's own cost approaches slope 1 once the batch fills the GPU. What the optimisers add
 to a plain step hardly depends on the batch ({adam} ms of NoisyAdam's, {kfac} of NoisyKFAC's), so their share falls.

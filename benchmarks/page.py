@@ -32,8 +32,9 @@ the four that had it), and captured NoisyKFAC 0.68, 0.89, 1.01, 1.01 and 0.74 ti
 run K-FAC's factors were whole, which took 1078 MB (eager) and made its captured step 3.07 ms; before the fifth,
 statistics began to take fewer operations on the host, and the mean to move by a recorded graph after them. A step
 of NoisyAdam with statistics took 12.9 ms in the fourth run, on the faster host, and 12.1 in the fifth. A refresh of
-K-FAC's factors waits for the GPU once since then, not once for each shape of layers, which helps wide networks alone
-(from 808 to 636 ms at width ×4, from 101 to 107 at ×1).
+K-FAC's factors waits for the GPU once since the fourth, not once for each shape of layers, and makes two dampings in
+one batch: 107 ms in place of 101 here, and in the measurements of growth below 109 in place of 106 at width ×1 and 636
+in place of 808 at ×4.
 
 Peak memory is that of a process that does nothing else: what is resident beyond the start, or allocated on the GPU.
 Ours has steps with statistics and a refresh of the factors in it. On a CPU the start has torch's compiler in it, about

@@ -52,6 +52,17 @@ def make(
     return kind(model, ng.Gaussian() if likelihood is None else likelihood, **common | options)
 
 
+def take_step(optimizer: Any, model: nn.Module, batch: Batch, form: str) -> None:
+    """One step in either form: with a closure, or in a loop of one's own."""
+    x, y = batch
+    if form == "closure":
+        optimizer.step(lambda: (model(x), y))
+        return
+    with optimizer.sampled() as draw:
+        draw.nll(model(x), y).backward()
+    optimizer.step()
+
+
 def train(optimizer: Any, model: nn.Module, data: Iterable[Batch], schedule: Any = None) -> list[float]:
     """One step for each batch, in the closure form; returns the losses."""
     losses = []

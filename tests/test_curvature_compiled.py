@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import noisygrad as ng
+from compare import take_step
 from truth import close, normal
 
 
@@ -39,7 +40,7 @@ def test_a_compiled_function_of_the_model_is_run_as_it_is(whole: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-@pytest.mark.parametrize("form", ["closure", "draws"])
+@pytest.mark.parametrize("form", ["closure", "explicit"])
 def test_a_step_inside_something_compiled(form: str) -> None:
     found, graphs = [], []
 
@@ -50,20 +51,11 @@ def test_a_step_inside_something_compiled(form: str) -> None:
     for compiled in (False, True):
         model = network()
         optimizer = ng.NoisyKFAC(model, ng.Gaussian(), num_data=50, seed=0, stats_every=2, factor_every=2)
-        x, y = normal(6, 3), normal(6, 2)
-
-        def step(model: nn.Module = model, optimizer: ng.NoisyKFAC = optimizer, x: Tensor = x, y: Tensor = y) -> None:
-            if form == "closure":
-                optimizer.step(lambda: (model(x), y))
-                return
-            with optimizer.sampled() as draw:
-                draw.nll(model(x), y).backward()
-            optimizer.step()
-
-        run = torch.compile(step, backend=backend) if compiled else step
+        batch = normal(6, 3), normal(6, 2)
+        step = torch.compile(take_step, backend=backend) if compiled else take_step
         for _ in range(4):
-            run()
+            step(optimizer, model, batch, form)
         found.append(optimizer.mean.flat.clone())
     close(found[1], found[0])
-    assert form == "draws" or not graphs  # the step is run as it is, and the closure in it
+    assert form == "explicit" or not graphs  # the step is run as it is, and the closure in it
     assert torch._dynamo.eval_frame._stance.stance == "default"

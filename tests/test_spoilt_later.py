@@ -18,19 +18,9 @@ from compare import (
     make,
     mlp,
     snapshot,
+    take_step,
     train,
 )
-
-
-def take_step(optimizer, model, batch, form):
-    """One step in either form."""
-    x, y = batch
-    if form == "closure":
-        optimizer.step(lambda: (model(x), y))
-        return
-    with optimizer.sampled() as draw:
-        draw.nll(model(x), y).backward()
-    optimizer.step()
 
 
 @each_optimizer
