@@ -17,8 +17,8 @@ SIZES = (5, 8, 9, 16, 21)
 
 @pytest.fixture
 def small(monkeypatch):
-    """Bands of four columns, of matrices from five rows on, on a CPU."""
-    for name, value in {"DEVICES": {"cpu"}, "LARGE": 5, "WIDTH": 4, "ALIGNMENT": 2}.items():
+    """Bands of four columns, of matrices from five rows on."""
+    for name, value in {"LARGE": 5, "WIDTH": 4, "ALIGNMENT": 2}.items():
         monkeypatch.setattr(triangles, name, value)
 
 
@@ -65,11 +65,8 @@ def test_bands_take_little_more_than_half_of_the_memory(bands):
     assert sum(band.numel() for band in found) / 2305**2 == pytest.approx((1 + 1 / bands) / 2, abs=0.015)
 
 
-def test_small_matrices_and_cpus_keep_them_whole(small, monkeypatch):
+def test_small_matrices_stay_whole(small):
     symmetric, _ = matrices(4)
-    assert triangles.pack(symmetric, 3)[0] is symmetric
-    monkeypatch.setattr(triangles, "DEVICES", {"cuda"})
-    symmetric, _ = matrices(21)
     assert triangles.pack(symmetric, 3)[0] is symmetric
 
 
@@ -152,14 +149,14 @@ def test_a_training_in_bands_is_a_training(settings, stacked, small, monkeypatch
     monkeypatch.setattr(stacks, "DEVICES", {"cpu"} if stacked else set())
     bands = made(**settings)
     assert in_bands(bands) >= 4
-    monkeypatch.setattr(triangles, "DEVICES", set())
+    monkeypatch.setattr(triangles, "LARGE", 1 << 20)
     whole = made(**settings)
     assert in_bands(whole) == 0
     replicas = settings.get("replicas", ())
 
     def both(seed: int) -> None:
-        for devices, optimizer in ({"cpu"}, bands), (set(), whole):
-            monkeypatch.setattr(triangles, "DEVICES", devices)
+        for large, optimizer in (5, bands), (1 << 20, whole):
+            monkeypatch.setattr(triangles, "LARGE", large)
             train_on(optimizer, replicas, seed)
         close(bands.mean.flat, whole.mean.flat, rtol=1e-9, atol=1e-11)
 

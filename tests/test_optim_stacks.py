@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import noisygrad as ng
 from noisygrad.families.factorisation import FactorisationError, deferred, inverse_root
 from noisygrad.optim import stacks
-from noisygrad.optim.factors import Factors
+from noisygrad.optim.factors import Factors, _average_together
 
 
 def network(replicas: tuple[int, ...] = ()) -> nn.Module:
@@ -230,9 +230,10 @@ def test_a_failed_change_of_damping_leaves_no_stale_stack(monkeypatch):
 def test_the_moving_average_in_place_is_the_usual_one(monkeypatch):
     optimizer = trained(monkeypatch, False)
     factors, rate = optimizer.factors, torch.tensor(0.3, dtype=torch.float64)
-    new = [torch.randn_like(t) for b in factors.blocks for t in factors.statistics[b.name].tensors().values()]
+    old = [tensor for b in factors.blocks for tensor in factors.statistics[b.name].tensors().values()]
+    new = [torch.randn_like(tensor) for tensor in old]
     expected = torch.lerp(factors._moments, torch.cat([tensor.flatten() for tensor in new]), rate)
-    factors._average_in_place(new, rate)
+    _average_together(old, new, rate)
     torch.testing.assert_close(factors._moments, expected, rtol=1e-12, atol=1e-12)
 
 

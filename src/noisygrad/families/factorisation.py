@@ -16,6 +16,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from noisygrad.families.products import matmul
+
 _unchecked = False
 _WATCH = threading.local()
 """`failures`, where a thread collects them."""
@@ -166,8 +168,8 @@ def _invert(lower: Tensor, inverse: Tensor, small: int) -> None:
     before, after = slice(size // 2), slice(size // 2, size)
     _invert(lower[..., before, before], inverse[..., before, before], small)
     _invert(lower[..., after, after], inverse[..., after, after], small)
-    coupling = lower[..., after, before] @ inverse[..., before, before]
-    inverse[..., after, before] = (inverse[..., after, after] @ coupling).neg_()
+    coupling = matmul(lower[..., after, before], inverse[..., before, before])
+    inverse[..., after, before] = matmul(inverse[..., after, after], coupling).neg_()
 
 
 def _solved_for_identity(lower: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from noisygrad.families import base
 from noisygrad.families.base import DampingMode
 from noisygrad.families.factorisation import factorisation_error, inverse_root, rounding_floor, symmetric_eigh
 from noisygrad.families.moments import between, gram, second_moment, times_lower, wide_product
+from noisygrad.families.products import matmul
 
 _LARGEST_PI = 1e8
 
@@ -255,10 +256,10 @@ class Precision(base.Precision):
         """U [(Uᵀ X V) / R] Vᵀ."""
         matrix = self._matrix(vector)
         if self.inverse_left is not None and self.inverse_right is not None:
-            return (self.inverse_left @ matrix @ self.inverse_right).flatten(-2)
-        rotated = wide_product(self.left.mT, matrix) @ self.right
+            return matmul(matmul(self.inverse_left, matrix), self.inverse_right).flatten(-2)
+        rotated = matmul(wide_product(self.left.mT, matrix), self.right)
         rotated = rotated if self.spectrum is None else rotated / self.spectrum
-        return (wide_product(self.left, rotated) @ self.right.mT).flatten(-2)
+        return matmul(wide_product(self.left, rotated), self.right.mT).flatten(-2)
 
     def sample(self, noise: Tensor) -> Tensor:
         """U (Z / √R) Vᵀ, with Z brought into the eigenbasis."""
@@ -268,7 +269,7 @@ class Precision(base.Precision):
             return between(self.left, matrix, self.right.mT).flatten(-2)
         if matrix.dim() > self.left.dim():
             return between(self.left, matrix, self.right.mT).flatten(-2)
-        return times_lower(self.left @ matrix, self.right.mT).flatten(-2)
+        return times_lower(matmul(self.left, matrix), self.right.mT).flatten(-2)
 
     def quad(self, vector: Tensor) -> Tensor:
         """Σᵢ ⟨X, Sᵢ X Aᵢ⟩."""
@@ -332,7 +333,7 @@ class Inverse(base.Solver):
     def solve(self, vector: Tensor) -> Tensor:
         """left X right."""
         matrix = vector.reshape(*vector.shape[:-1], self.left.shape[-1], self.right.shape[-1])
-        return (self.left @ matrix @ self.right).flatten(-2)
+        return matmul(matmul(self.left, matrix), self.right).flatten(-2)
 
 
 def in_eigenbasis(noise: Tensor, left: Tensor, right: Tensor) -> Tensor:

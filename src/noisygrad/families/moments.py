@@ -6,7 +6,8 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from noisygrad.families import triangles
+from noisygrad.families import products, triangles
+from noisygrad.families.products import matmul
 
 LARGE = 512
 """From this size on it pays to leave out the half of a symmetric or triangular matrix that is known."""
@@ -19,7 +20,7 @@ def gram(rows: Tensor) -> Tensor:
         return rows.mT @ rows
     product = rows.new_empty(*rows.shape[:-2], size, size)
     for a, b in pairwise(size * part // 8 for part in range(9)):
-        upper = rows[..., a:b].mT @ rows[..., a:]
+        upper = matmul(rows[..., a:b].mT, rows[..., a:])
         product[..., a:b, a:] = upper
         product[..., b:, a:b] = upper[..., b - a :].mT
     return product
@@ -67,15 +68,14 @@ def column_sums(rows: Tensor) -> Tensor:
 def wide_product(left: Tensor, right: Tensor) -> Tensor:
     """L R; for many small matrices a CPU is several times faster where the product is wide, so a tall one is turned."""
     if left.is_cuda or left.dim() < 3 or left.shape[-2] <= right.shape[-1]:
-        return left @ right
+        return matmul(left, right)
     return (right.mT @ left.mT).mT
 
 
 def times_lower(matrix: Tensor, lower: Tensor) -> Tensor:
     """X L for a lower triangular L; on a CPU without most of the products with its zeros, which are half of them."""
-    size = lower.shape[-1]
-    if lower.is_cuda or size < LARGE:
-        return matrix @ lower
+    if lower.is_cuda or lower.shape[-1] < LARGE or products.pays(matrix, lower):
+        return matmul(matrix, lower)  # oneDNN is faster with all of them than with what is cut out of a matrix
     return triangles.times_lower(matrix, triangles.cut(lower, 8))
 
 
@@ -86,10 +86,10 @@ def between(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:
     """
     extra = matrix.dim() - left.dim()
     if extra <= 0:
-        return left @ matrix @ right
+        return matmul(matmul(left, matrix), right)
     stacked = matrix.flatten(0, extra - 1).movedim(0, -3)
     count, rows = stacked.shape[-3:-1]
     times_right = wide_product(stacked.flatten(-3, -2), right).unflatten(-2, (count, rows))
-    product = left @ times_right.movedim(-3, -2).flatten(-2)
+    product = matmul(left, times_right.movedim(-3, -2).flatten(-2))
     apart: Tensor = product.unflatten(-1, (count, -1)).movedim(-2, 0).unflatten(0, matrix.shape[:extra])
     return apart

@@ -1,4 +1,4 @@
-"""Kronecker blocks with large factors, kept in bands (`triangles`): a GPU's memory is mostly theirs.
+"""Kronecker blocks with large factors, kept in bands (`triangles`): an optimiser's memory is mostly theirs.
 
 A record here stands for one of `kronecker`, its `whole()`, and does what that does. Factors in an eigenbasis are
 neither symmetric nor triangular and stay as they are.

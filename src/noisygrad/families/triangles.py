@@ -19,10 +19,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from noisygrad.families.products import matmul
+
 Bands: TypeAlias = tuple[Tensor, ...]
 
-DEVICES = {"cuda"}
-"""Where memory is scarce."""
 LARGE = 1024
 """From this size on matrices are kept in bands."""
 WIDTH = 128
@@ -33,7 +33,7 @@ ALIGNMENT = 64
 
 def pays(matrix: Tensor) -> bool:
     """Whether a matrix is better kept in bands."""
-    return matrix.device.type in DEVICES and matrix.shape[-1] >= LARGE
+    return matrix.shape[-1] >= LARGE
 
 
 def cut(matrix: Tensor, bands: int) -> Bands:
@@ -93,7 +93,7 @@ def add_to_diagonal_(bands: Sequence[Tensor], value: Tensor) -> None:
 
 def times_lower(matrix: Tensor, bands: Sequence[Tensor]) -> Tensor:
     """X L for the lower triangular L."""
-    parts = [matrix[..., start:] @ band for start, _, band in _places(bands)]
+    parts = [matmul(matrix[..., start:], band) for start, _, band in _places(bands)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
@@ -105,18 +105,18 @@ def times_symmetric(matrix: Tensor, bands: Sequence[Tensor]) -> Tensor:
         if part.dim() == below.dim() == 3:
             product[..., stop:].baddbmm_(part, below)
         else:
-            product[..., stop:] += part @ below
+            product[..., stop:] += matmul(part, below)
     return product
 
 
 def upper_times(bands: Sequence[Tensor], matrix: Tensor) -> Tensor:
     """Lᵀ X for the lower triangular L."""
-    return bands[0].mT @ matrix if len(bands) == 1 else times_lower(matrix.mT, bands).mT
+    return matmul(bands[0].mT, matrix) if len(bands) == 1 else times_lower(matrix.mT, bands).mT
 
 
 def symmetric_times(bands: Sequence[Tensor], matrix: Tensor) -> Tensor:
     """A X for the symmetric A."""
-    return bands[0] @ matrix if len(bands) == 1 else times_symmetric(matrix.mT, bands).mT
+    return matmul(bands[0], matrix) if len(bands) == 1 else times_symmetric(matrix.mT, bands).mT
 
 
 def _places(bands: Sequence[Tensor]) -> list[tuple[int, int, Tensor]]:

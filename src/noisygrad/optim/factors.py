@@ -120,18 +120,12 @@ class Factors:
             masked = mask <= 0
             for tensor in new:
                 tensor.masked_fill_(masked, 0.0)
-        if self._device.type == "cpu":
-            flat = [tensor.reshape(-1) for tensor in new]
-            self._moments.lerp_(torch.cat(flat) if len(flat) > 1 else flat[0], rate)
-        else:
-            self._average_in_place(new, rate)
-
-    def _average_in_place(self, new: list[Tensor], rate: Tensor | float) -> None:
-        """The same in the memory of `new`: the moments of a deep network are as large as its activations."""
         old = [tensor for block in self.blocks for tensor in self.statistics[block.name].tensors().values()]
-        torch._foreach_sub_(new, old)
-        torch._foreach_mul_(new, rate)
-        torch._foreach_add_(old, new)
+        if self._device.type == "cpu":
+            for tensor, other in zip(old, new, strict=True):
+                tensor.lerp_(other, rate)
+        else:
+            _average_together(old, new, rate)
 
     def count(self, names: Container[str]) -> None:
         """Remember on the host that these blocks were updated; a replayed step does so only on the device."""
@@ -355,6 +349,16 @@ class Factors:
         if len(self.blocks) > 1 or self.blocks[0].family not in {"diagonal", "full"}:
             return None
         return self.cached[self.blocks[0].name]
+
+
+def _average_together(old: list[Tensor], new: list[Tensor], rate: Tensor | float) -> None:
+    """Move each tensor towards another, by a few launches on a GPU and in the memory of the others.
+
+    The moments of a deep network are as large as its activations, so none are made anew.
+    """
+    torch._foreach_sub_(new, old)
+    torch._foreach_mul_(new, rate)
+    torch._foreach_add_(old, new)
 
 
 def _joined(records: dict[str, Statistics]) -> tuple[Tensor, dict[str, Statistics]]:

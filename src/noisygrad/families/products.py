@@ -1,0 +1,61 @@
+"""Products of large float32 matrices on a CPU by oneDNN, where that is faster than what `@` takes.
+
+`@` takes MKL, which leaves AVX-512 unused on processors that are not Intel's; oneDNN, which does torch's convolutions,
+does not. On two cores of a Zen 5, 256×2305 times 2305×2305 takes 5.5 ms in place of 13.9.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+LARGE = 1 << 22
+"""From so many multiplications on a call of oneDNN, 11 µs, is worth it."""
+
+
+def has_onednn() -> bool:
+    """Whether torch may use oneDNN."""
+    return torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+
+
+@cache
+def _multiply() -> Callable[[Tensor, Tensor], Tensor] | None:
+    """X Wᵀ by oneDNN; None where this torch or this processor has no reason for it."""
+    found = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    if found is None or not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        return None
+    operator = found.default
+    return lambda rows, columns: operator(rows, columns, None, "none", [], "")
+
+
+def pays(left: Tensor, right: Tensor) -> bool:
+    """Whether oneDNN multiplies two matrices faster: large ones, float32, on a CPU, and not to be differentiated."""
+    return (
+        left.dim() == right.dim() == 2
+        and left.shape[0] * right.numel() >= LARGE
+        and left.shape[1] == right.shape[0]
+        and left.dtype == right.dtype == torch.float32
+        and left.device.type == right.device.type == "cpu"
+        and not (torch.is_grad_enabled() and (left.requires_grad or right.requires_grad))
+        and not torch.is_autocast_enabled("cpu")
+        and has_onednn()
+        and _multiply() is not None
+    )
+
+
+def matmul(left: Tensor, right: Tensor) -> Tensor:
+    """L R, of any number of leading dimensions."""
+    if not pays(left, right):
+        return left @ right
+    multiply = _multiply()
+    assert multiply is not None
+    # Columns with gaps between them would be multiplied one number at a time, hundreds of times slower.
+    columns = right.mT if _is_dense(right) else right.mT.contiguous()
+    return multiply(left.contiguous(), columns)
+
+
+def _is_dense(matrix: Tensor) -> bool:
+    return matrix.is_contiguous() or matrix.mT.is_contiguous()
