@@ -11,10 +11,11 @@ from torch import nn
 import noisygrad as ng
 from noisygrad.curvature import convolution, kernels, passes
 from noisygrad.curvature.capture import Capture
-from noisygrad.curvature.convolution import ConvolutionPass, PatchedPass, patches
+from noisygrad.curvature.convolution import ConvolutionPass, PatchedPass
 from noisygrad.curvature.fisher import fisher_passes
 from noisygrad.curvature.layers import find_layer, find_units
 from noisygrad.curvature.passes import MatrixPass, sum_of_squared_products
+from noisygrad.curvature.windows import patches, two_axes
 from noisygrad.families.moments import LARGE, gram, second_moment
 from truth import close
 
@@ -274,4 +275,4 @@ def test_gram_is_the_product_with_itself(size):
 def test_settings_that_somebody_made_lists_of():
     module, images = nn.Conv2d(2, 3, 3, padding=2), torch.zeros(1, 2, 6, 6)
     module.stride, module.dilation = [1, 1], [2, 2]
-    assert convolution._two_axes(module, images)[1] == kernels.Window((3, 3), (1, 1), (2, 2), (2, 2))
+    assert two_axes(module, images)[1] == kernels.Window((3, 3), (1, 1), (2, 2), (2, 2))

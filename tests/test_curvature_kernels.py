@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import noisygrad as ng
 from noisygrad.curvature import kernels
-from noisygrad.curvature.convolution import PatchedPass, patches
+from noisygrad.curvature.convolution import PatchedPass
 from noisygrad.curvature.passes import MatrixPass
+from noisygrad.curvature.windows import patches
 from noisygrad.posterior import parameters
 from noisygrad.posterior.structure import build_structure
 

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.skipif(
 def calls(monkeypatch):
     """How often oneDNN was asked, as if this processor were one that gains by it."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    products._multiply.cache_clear()
-    multiply = products._multiply()
+    products.onednn.cache_clear()
+    multiply = products.onednn()
     assert multiply is not None
     seen: list[tuple[int, ...]] = []
 
@@ -30,10 +30,10 @@ def calls(monkeypatch):
         seen.append((*rows.shape, columns.shape[0]))
         return multiply(rows, columns)
 
-    monkeypatch.setattr(products, "_multiply", lambda: counted)
+    monkeypatch.setattr(products, "onednn", lambda: counted)
     yield seen
     monkeypatch.undo()
-    products._multiply.cache_clear()
+    products.onednn.cache_clear()
 
 
 def made(rows: int, columns: int, layout: str) -> Tensor:
@@ -99,12 +99,12 @@ def test_shapes_that_do_not_fit_are_refused(calls):
 
 def test_processors_without_gain_never_ask_for_it(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    products._multiply.cache_clear()
+    products.onednn.cache_clear()
     a = made(200, 200, "rows")
-    assert products._multiply() is None
+    assert products.onednn() is None
     assert torch.equal(matmul(a, a), a @ a)
     monkeypatch.undo()
-    products._multiply.cache_clear()
+    products.onednn.cache_clear()
 
 
 def test_a_product_that_is_not_finite_says_so(calls):

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise, product
 from typing import Any
 
@@ -26,94 +25,18 @@ from noisygrad.curvature.passes import (
     CACHE,
     FEW_POSITIONS,
     MatrixPass,
+    add_squares_,
     at_once,
     sum_of_squared_products,
     sum_of_squares,
 )
 from noisygrad.curvature.units import Unit
+from noisygrad.curvature.windows import Axis, patches, two_axes
 from noisygrad.families.moments import column_sums, gram, with_border
-
-SMALL_PATCH = 64
-"""Patches of at most so many numbers, as of colour images, are rather made: a product with a part of one is thin."""
+from noisygrad.families.products import has_onednn, pays_at
 
 MANY_POSITIONS, FEW_WEIGHTS = 128, 1 << 16
 """From so many positions on, and up to so many weights, squares are made by a convolution of many groups."""
-
-
-def patches(module: Any, inputs: Tensor) -> Tensor:
-    """The input patch under each output position, `[B, positions, channels · kernel]`, in the order of the weight."""
-    kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
-    inputs = _padded(module, inputs)
-    if len(kernel) == 2 and inputs.device.type == "cpu":  # on a GPU it would be one launch for each image
-        return F.unfold(inputs, kernel, dilation=dilation, stride=stride).mT
-    (batch, channels, *sizes), (next_image, next_channel, *next_pixel) = inputs.shape, inputs.stride()
-    axes = zip(sizes, kernel, stride, dilation, strict=True)
-    positions = [(size - gap * (taps - 1) - 1) // step + 1 for size, taps, step, gap in axes]
-    next_position = [pixel * step for pixel, step in zip(next_pixel, stride, strict=True)]
-    next_tap = [pixel * gap for pixel, gap in zip(next_pixel, dilation, strict=True)]
-    windows = inputs.as_strided(
-        (batch, *positions, channels, *kernel), (next_image, *next_position, next_channel, *next_tap)
-    )
-    return windows.reshape(batch, math.prod(positions), channels * math.prod(kernel))
-
-
-def _padded(module: Any, inputs: Tensor) -> Tensor:
-    padding = module._reversed_padding_repeated_twice
-    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    return F.pad(inputs, padding, mode=mode) if any(padding) else inputs
-
-
-def _two_axes(module: Any, images: Tensor) -> tuple[Tensor, kernels.Window]:
-    """A convolution of one or two axes as one of two with zeros around its images, `[B, channels, height, width]`."""
-    zeros = module.padding_mode == "zeros"
-    padding = tuple(module._reversed_padding_repeated_twice) if zeros else None
-    images = images if zeros else _padded(module, images)
-    window = _window(tuple(module.kernel_size), tuple(module.stride), tuple(module.dilation), padding)
-    return images if images.dim() == 4 else images.unsqueeze(2), window
-
-
-@lru_cache(maxsize=1024)
-def _window(
-    kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...], padding: tuple[int, ...] | None
-) -> kernels.Window:
-    """What a convolution of one or two axes sees, given the zeros on both ends of each axis, the last axis first."""
-    before = (0,) * len(kernel) if padding is None else padding[::2][::-1]
-    axes = list(zip(kernel, stride, dilation, before, strict=True))
-    down, across = axes if len(axes) == 2 else ((1, 1, 1, 0), *axes)
-    return kernels.Window(*zip(down, across, strict=True))
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One axis of a convolution of stride 1: sizes of image, output and kernel, zeros in front, gap between taps."""
-
-    size: int
-    outputs: int
-    kernel: int
-    before: int
-    dilation: int
-
-    def window(self, *taps: int) -> tuple[int, int]:
-        """The output positions [start, stop) at which all these taps lie on the image; empty ones have stop = start."""
-        places = [self.dilation * tap - self.before for tap in taps]
-        start = max(0, *(-place for place in places))
-        return start, max(start, min(self.outputs, *(self.size - place for place in places)))
-
-    @property
-    def after(self) -> int:
-        """Zeros behind the image."""
-        return self.outputs + self.dilation * (self.kernel - 1) - self.size - self.before
-
-    def pairs(self) -> dict[int, dict[tuple[int, int], list[tuple[int, int]]]]:
-        """For each shift between two taps, and each range of pixels of the first that they visit, those taps."""
-        found: dict[int, dict[tuple[int, int], list[tuple[int, int]]]] = {}
-        for first, second in product(range(self.kernel), repeat=2):
-            start, stop = self.window(first, second)
-            if start < stop:
-                place = self.dilation * first - self.before
-                ranges = found.setdefault(self.dilation * (second - first), {})
-                ranges.setdefault((start + place, stop + place), []).append((first, second))
-        return found
 
 
 class PatchedPass(MatrixPass):
@@ -176,7 +99,7 @@ class PatchedPass(MatrixPass):
         axes = len(self._outputs)
         if axes > 2 or not kernels.applies(self._gradients, math.prod(self._outputs)):
             return None
-        images, window = _two_axes(self._module, self._images)
+        images, window = two_axes(self._module, self._images)
         gradients = self._gradients if axes == 2 else self._gradients.unsqueeze(2)
         return kernels.squared_products(gradients, images, window, self.constant, channels_last)
 
@@ -218,7 +141,7 @@ class ConvolutionPass(PatchedPass):
     @cached_property
     def _geometry(self) -> tuple[Tensor, Axis, Axis]:
         """Images `[B, channels, height, width]`, their vertical and their horizontal axis."""
-        images, window = _two_axes(self._module, self._images)
+        images, window = two_axes(self._module, self._images)
         outputs = tuple(self._outputs) if len(self._outputs) == 2 else (1, *self._outputs)
         axes = zip(images.shape[2:], outputs, window.kernel, window.before, window.dilation, strict=True)
         vertical, horizontal = (Axis(*each) for each in axes)
@@ -258,7 +181,7 @@ class ConvolutionPass(PatchedPass):
         total = pixels.sum(dim=2)
         sums = []
         for tap_y, tap_x in product(range(vertical.kernel), range(horizontal.kernel)):
-            sums.append(total[_under(vertical, tap_y), _under(horizontal, tap_x)].sum(dim=(0, 1)))
+            sums.append(total[vertical.under(tap_y), horizontal.under(tap_x)].sum(dim=(0, 1)))
         return torch.stack(sums, dim=-1).flatten()
 
     def output_moment(self) -> Tensor:
@@ -276,11 +199,10 @@ class ConvolutionPass(PatchedPass):
         scale = torch.where(largest > 0, largest, 1.0)
         if positions <= FEW_POSITIONS:
             weight = self._squares_by_taps(scale)
-        elif self._patch_size <= SMALL_PATCH:
-            # Thin products, which are fewer than the gradients: these are multiplied as they lie.
-            weight = torch.bmm(self.gradients.mT, self.activations).div_(scale).square_().sum(dim=0)
         elif self._groups_are_fast():
             weight = self._squares_by_groups(scale)
+        elif self._products_are_fast():
+            weight = self._squares_by_products(scale)
         else:
             weight = self._squares_by_rows(scale)
         bias = (self.gradients.sum(dim=-2) / scale).square().sum(dim=-2)
@@ -292,7 +214,7 @@ class ConvolutionPass(PatchedPass):
         placed = (self.gradients / scale).mT.unflatten(-1, (vertical.outputs, horizontal.outputs))
         found = []
         for tap_y, tap_x in product(range(vertical.kernel), range(horizontal.kernel)):
-            seen = images[..., _under(vertical, tap_y), _under(horizontal, tap_x)].flatten(2).mT
+            seen = images[..., vertical.under(tap_y), horizontal.under(tap_x)].flatten(2).mT
             at = placed[..., slice(*vertical.window(tap_y)), slice(*horizontal.window(tap_x))].flatten(2).mT
             found.append(sum_of_squared_products(at, seen))
         return torch.stack(found, dim=-1).flatten(1)
@@ -301,8 +223,7 @@ class ConvolutionPass(PatchedPass):
         """oneDNN needs no patches; with few positions, or many weights, memory costs more than that saves."""
         _, positions, outputs = self.gradients.shape
         fits = positions >= MANY_POSITIONS and outputs * self._patch_size <= FEW_WEIGHTS
-        has_onednn = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
-        return fits and has_onednn and self.gradients.dtype == torch.float32
+        return fits and has_onednn() and self.gradients.dtype == torch.float32
 
     def _squares_by_groups(self, scale: Tensor) -> Tensor:
         """Some examples at a time as the groups of one convolution, whose weights' gradients are theirs apart."""
@@ -328,6 +249,19 @@ class ConvolutionPass(PatchedPass):
             )
             total.add_(sum_of_squares(products.view(count, *total.shape).div_(scale), 0))
         return total
+
+    def _products_are_fast(self) -> bool:
+        """Whether oneDNN multiplies whole patches faster than MKL does parts of them."""
+        positions, outputs = self.gradients.shape[1:]
+        return pays_at(self._patch_size, positions, outputs, self._images, self._gradients)
+
+    def _squares_by_products(self, scale: Tensor) -> Tensor:
+        """From the patches of some examples at a time."""
+        total = self._images.new_zeros(self._patch_size, self.gradients.shape[-1])
+        size = max(1, CACHE // (self.gradients.shape[1] * self._patch_size))
+        for images, gradients in zip(self._images.split(size), self.gradients.split(size), strict=True):
+            add_squares_(total, patches(self._module, images).mT, (gradients / scale).contiguous().mT)
+        return total.mT
 
     def _squares_by_rows(self, scale: Tensor) -> Tensor:
         """Patches along the width, of some examples at a time; along the height a tap is a slice of them.
@@ -357,13 +291,6 @@ def _pixels_first(features: Tensor) -> Tensor:
     """`[B, features, positions]` as `[positions · B, features]`: one transpose of a matrix, which is fast."""
     batch, count, positions = features.shape
     return features.reshape(batch * count, positions).T.reshape(positions * batch, count)
-
-
-def _under(axis: Axis, tap: int) -> slice:
-    """The pixels that a tap sees."""
-    place = axis.dilation * tap - axis.before
-    start, stop = axis.window(tap)
-    return slice(start + place, stop + place)
 
 
 def _shifted_products(

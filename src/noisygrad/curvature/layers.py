@@ -15,9 +15,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from noisygrad.curvature.convolution import ConvolutionPass, PatchedPass, patches
+from noisygrad.curvature.convolution import ConvolutionPass, PatchedPass
 from noisygrad.curvature.passes import ElementwisePass, EmbeddingPass, MatrixPass, Pass, SummedPass
 from noisygrad.curvature.units import Slot, Unit
+from noisygrad.curvature.windows import patches
 from noisygrad.networks import ReplicatedLinear
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from noisygrad.curvature import kernels
 from noisygrad.curvature.units import Unit
-from noisygrad.families import kronecker, packed
+from noisygrad.families import kronecker, packed, products
 from noisygrad.families.base import joined
 from noisygrad.families.factorisation import capturing
 from noisygrad.families.moments import second_moment
@@ -109,13 +109,25 @@ def _in_cache(outputs: Tensor, inputs: Tensor) -> Tensor:
         size = min(len(g), max(1, CACHE // max(1, panel.numel())))
         place = _place(size * panel.numel(), panel.dtype).view(size, *panel.shape)
         for some, a in zip(g.split(size), inputs.split(size), strict=True):
-            products = torch.bmm(some.mT, a, out=place[: len(some)])
+            matrices = torch.bmm(some.mT, a, out=place[: len(some)])
             if size >= MANY:
-                panel.add_(sum_of_squares(products, 0))
+                panel.add_(sum_of_squares(matrices, 0))
                 continue
-            for product in products:
-                panel.addcmul_(product, product)
+            for matrix in matrices:
+                panel.addcmul_(matrix, matrix)
     return total
+
+
+def add_squares_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total + Σ_b (L Rᵀ)² in place, `[m, n]`, by oneDNN, for factors `[B, m, T]` and `[B, n, T]` without gaps.
+
+    It is fastest with the larger factor on the left, and a right one that lies column by column.
+    """
+    multiply = products.onednn()
+    assert multiply is not None
+    for rows, columns in zip(left.unbind(), right.unbind(), strict=True):
+        matrix = multiply(rows, columns)
+        total.addcmul_(matrix, matrix)
 
 
 def sum_of_squares(tensor: Tensor, dim: int) -> Tensor:

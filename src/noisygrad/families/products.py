@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-LARGE = 1 << 22
+LARGE = 1 << 21
 """From so many multiplications on a call of oneDNN, 11 µs, is worth it."""
 
 
@@ -22,8 +22,8 @@ def has_onednn() -> bool:
 
 
 @cache
-def _multiply() -> Callable[[Tensor, Tensor], Tensor] | None:
-    """X Wᵀ by oneDNN; None where this torch or this processor has no reason for it."""
+def onednn() -> Callable[[Tensor, Tensor], Tensor] | None:
+    """X Wᵀ for matrices without gaps by oneDNN; None where this torch, or this processor, has no reason for it."""
     found = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     if found is None or not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         return None
@@ -35,14 +35,20 @@ def pays(left: Tensor, right: Tensor) -> bool:
     """Whether oneDNN multiplies two matrices faster: large ones, float32, on a CPU, and not to be differentiated."""
     return (
         left.dim() == right.dim() == 2
-        and left.shape[0] * right.numel() >= LARGE
         and left.shape[1] == right.shape[0]
-        and left.dtype == right.dtype == torch.float32
-        and left.device.type == right.device.type == "cpu"
-        and not (torch.is_grad_enabled() and (left.requires_grad or right.requires_grad))
+        and pays_at(left.shape[0], *right.shape, left, right)
+    )
+
+
+def pays_at(rows: int, inner: int, columns: int, *factors: Tensor) -> bool:
+    """The same of a product of this size, whose factors are like these."""
+    return (
+        rows * inner * columns >= LARGE
+        and all(factor.dtype == torch.float32 and factor.device.type == "cpu" for factor in factors)
+        and not (torch.is_grad_enabled() and any(factor.requires_grad for factor in factors))
         and not torch.is_autocast_enabled("cpu")
         and has_onednn()
-        and _multiply() is not None
+        and onednn() is not None
     )
 
 
@@ -50,7 +56,7 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
     """L R, of any number of leading dimensions."""
     if not pays(left, right):
         return left @ right
-    multiply = _multiply()
+    multiply = onednn()
     assert multiply is not None
     # Columns with gaps between them would be multiplied one number at a time, hundreds of times slower.
     columns = right.mT if _is_dense(right) else right.mT.contiguous()

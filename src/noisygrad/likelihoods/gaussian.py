@@ -162,15 +162,17 @@ class Gaussian(Likelihood):
     def nll(self, output: Tensor, target: Tensor) -> Tensor:
         """The mean over the batch of minus `log_prob`, summed over replicas."""
         sharing = self._expand(self._event_size(output))
-        errors = self._mean_square(output, target)
-        loss = torch.addcmul(self.half_log_normaliser, self.half_precision, errors).sum()
+        normaliser, precision = self.half_log_normaliser, self.half_precision
+        if precision.dim() == precision.numel() == 1:  # without what else autograd would have to go through
+            error = F.mse_loss(widened(output), target)
+            loss = torch.addcmul(normaliser.squeeze(), precision.squeeze(), error)
+        else:
+            loss = torch.addcmul(normaliser, precision, self._mean_square(output, target)).sum()
         return loss if sharing == 1 else loss * sharing
 
     def _mean_square(self, output: Tensor, target: Tensor) -> Tensor:
         """Mean squared error over the batch and the outputs that share a noise, `[*replicas, K]`."""
         batch_dim = len(self.replicas)
-        if batch_dim == 0 and self.half_precision.shape[-1] == 1:
-            return F.mse_loss(widened(output), target).reshape(1)
         squared = (widened(output) - target).square()
         if self.half_precision.shape[-1] == 1:
             return squared.flatten(batch_dim).mean(-1, keepdim=True)

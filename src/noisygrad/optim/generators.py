@@ -14,7 +14,7 @@ from noisygrad.curvature.parallel import side_by_side
 from noisygrad.distributed import Ranks
 from noisygrad.families.factorisation import capturing
 
-PARTS, LARGE = 8, 1_000_000
+PARTS, LARGE = 32, 1_000_000
 """A row of so many numbers is drawn in so many parts."""
 BETWEEN_RANKS = 1_000_003
 """Between the seeds of neighbouring ranks, so that they do not meet those of neighbouring replicas."""

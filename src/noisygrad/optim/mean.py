@@ -26,6 +26,7 @@ class MeanStep:
         self.momentum = torch.zeros_like(like)
         self.weight = like.new_zeros(groups)
         """1 − β₁ᵏ of each param group, kept as a recursion so that a captured graph counts by itself."""
+        self._one = like.new_ones(1)
 
     def move_(
         self,
@@ -62,7 +63,7 @@ class MeanStep:
             beta, weight = group["momentum"], self.weight[index : index + 1] if len(groups) > 1 else self.weight
             rate = 1.0 - beta if mask is None else (1.0 - beta) * mask
             momentum = _of(self.momentum, part).lerp_(_of(gradient, part), rate)
-            weight.mul_(1.0 - rate).add_(rate)
+            weight.lerp_(self._one, rate)
             averages.append(momentum / (weight if mask is None else weight.clamp_min(1e-30)))
         return averages[0] if len(averages) == 1 else torch.cat(averages, dim=-1)
 
