@@ -16,6 +16,7 @@ from noisygrad.curvature.fisher import fisher_passes
 from noisygrad.curvature.layers import find_layer, find_units
 from noisygrad.curvature.passes import MatrixPass, sum_of_squared_products
 from noisygrad.curvature.windows import patches, two_axes
+from noisygrad.families import products
 from noisygrad.families.moments import LARGE, gram, second_moment
 from truth import close
 
@@ -160,6 +161,33 @@ def test_examples_as_groups_of_one_convolution(name, cache, monkeypatch):
     other = ConvolutionPass(module, images, gradient, seen.constant).squares()
     assert not asked
     torch.testing.assert_close(other.double(), right, rtol=1e-5, atol=1e-6 * float(right.max()))
+
+
+FEW = {
+    "one axis": (nn.Conv1d, {"kernel_size": 3, "padding": 1}, (9,)),
+    "usual": (nn.Conv2d, {"kernel_size": 3, "padding": 1}, (4, 4)),
+    "gaps": (nn.Conv2d, {"kernel_size": (3, 2), "padding": (2, 1), "dilation": (2, 1)}, (4, 5)),
+    "circular": (nn.Conv2d, {"kernel_size": 3, "padding": 1, "padding_mode": "circular"}, (4, 4)),
+    "no bias": (nn.Conv2d, {"kernel_size": 3, "bias": False}, (5, 5)),
+}
+
+
+@pytest.mark.parametrize("cache", [1, 2000, 1 << 19])
+@pytest.mark.parametrize("name", FEW)
+def test_whole_patches_by_onednn(name, cache, onednn, monkeypatch):
+    torch.manual_seed(0)
+    kind, arguments, size = FEW[name]
+    module, images = kind(6, 8, **arguments), torch.randn(7, 6, *size)
+    monkeypatch.setattr(products, "LARGE", 64)
+    monkeypatch.setattr(convolution, "CACHE", cache)
+    seen, gradient = observe(module, images)
+    *_, right = truth(module, images.double(), gradient.double(), seen.constant)
+    swapped = gradient.transpose(0, 1).contiguous().transpose(0, 1)
+    for given, scale in ((gradient, 1.0), (swapped, 1.0), (gradient * 1e-15, 1e-30)):
+        onednn.clear()
+        found = ConvolutionPass(module, images, given, seen.constant).squares()
+        assert len(onednn) == 7
+        torch.testing.assert_close(found.double() / scale, right, rtol=1e-5, atol=1e-6 * float(right.max()))
 
 
 @pytest.mark.parametrize("chunk", [1, 500, 1000, 10**6])

@@ -53,7 +53,7 @@ def sum_of_squared_products(outputs: Tensor, inputs: Tensor) -> Tensor:
     positions = outputs.shape[-2]
     if positions == 1:
         # (g aᵀ)² = g² (a²)ᵀ: no per-example matrix is needed.
-        return outputs.squeeze(-2).square().mT @ inputs.squeeze(-2).square()
+        return products.matmul(outputs.squeeze(-2).square().mT, inputs.squeeze(-2).square())
     if positions <= FEW_POSITIONS:
         return _by_pairs(outputs, inputs)
     if outputs.device.type == "cpu" and outputs.dim() == 3:
@@ -74,7 +74,7 @@ def _by_pairs(outputs: Tensor, inputs: Tensor) -> Tensor:
     first, second, twice = _pairs(outputs.shape[-2], outputs)
     g = outputs.index_select(-2, first) * outputs.index_select(-2, second) * twice
     a = inputs.index_select(-2, first) * inputs.index_select(-2, second)
-    return g.flatten(start_dim=-3, end_dim=-2).mT @ a.flatten(start_dim=-3, end_dim=-2)
+    return products.matmul(g.flatten(start_dim=-3, end_dim=-2).mT, a.flatten(start_dim=-3, end_dim=-2))
 
 
 def _pairs(positions: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
