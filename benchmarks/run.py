@@ -221,6 +221,13 @@ def peak_resident() -> float:
     return float(status["VmHWM"].split()[0]) / 1024
 
 
+def processor() -> str:
+    """The CPU by the name that it gives itself, and the widest instructions that torch uses on it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{(names or [platform.machine()])[0]}, {torch.backends.cpu.get_cpu_capability()}"
+
+
 def report(name: str, results: dict[str, dict[str, float]]) -> None:
     """A table with ratios to SGD and to IVON."""
     print(f"\n{name}")
@@ -272,7 +279,7 @@ def main() -> None:
                     results[name][method]["peak_mb"] = peak
         report(name, results[name])
     if arguments.output:
-        where = torch.cuda.get_device_name() if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
+        where = torch.cuda.get_device_name() if device.type == "cuda" else f"{os.cpu_count()} CPU cores ({processor()})"
         record = {
             # The folder is that of one machine; the results live in one place.
             "command": "python benchmarks/run.py "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -74,11 +76,18 @@ def test_work_inside_work_is_done_by_the_same_thread():
     assert all(len(set(idents)) == 1 for idents in inner)
 
 
+FORKED = """
+import os, torch
+from noisygrad.curvature.parallel import side_by_side
+torch.set_num_threads(2)
+assert side_by_side([lambda: 1, lambda: 2]) == [1, 2]  # the helper is there
+child = os.fork()
+if child == 0:
+    os._exit(0 if side_by_side([lambda: 3, lambda: 4]) == [3, 4] else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_has_helpers_of_its_own():
-    side_by_side(works(3, []))  # the pool is there
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if side_by_side([lambda: 1, lambda: 2]) == [1, 2] else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    subprocess.run([sys.executable, "-c", FORKED], check=True, timeout=120)

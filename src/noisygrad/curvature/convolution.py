@@ -27,11 +27,13 @@ from noisygrad.curvature.passes import (
     MatrixPass,
     add_squares_,
     at_once,
+    kept_place,
     sum_of_squared_products,
     sum_of_squares,
 )
 from noisygrad.curvature.units import Unit
 from noisygrad.curvature.windows import Axis, patches, two_axes
+from noisygrad.families import kronecker, packed, triangles
 from noisygrad.families.moments import column_sums, gram, with_border
 from noisygrad.families.products import has_onednn, pays_at
 
@@ -147,14 +149,27 @@ class ConvolutionPass(PatchedPass):
         vertical, horizontal = (Axis(*each) for each in axes)
         return images, vertical, horizontal
 
+    def moments(self) -> kronecker.Statistics | packed.Statistics:
+        """A and S. Of a large A, bands are kept: so it is made where the last one was, in memory that stays mapped."""
+        size = self._patch_size + self.constant
+        if not triangles.pays_at(size):
+            return super().moments()
+        place = kept_place(size * size, self._images.dtype).view(size, size)
+        whole = kronecker.Statistics(self._write_input_moment_(place), self.output_moment())
+        return packed.Statistics.of(whole)
+
     def input_moment(self) -> Tensor:
         """The mean of a aᵀ, shift by shift."""
+        size = self._patch_size + self.constant
+        return self._write_input_moment_(self._images.new_empty(size, size))
+
+    def _write_input_moment_(self, moment: Tensor) -> Tensor:
         images, vertical, horizontal = self._geometry
         batch, channels, height, width = images.shape
         rows, taps = self.gradients[..., 0].numel(), vertical.kernel * horizontal.kernel
         pixels = _pixels_first(images.flatten(2)).view(height, width * batch, channels)
         size = channels * taps
-        moment = images.new_zeros(size + self.constant, size + self.constant)
+        moment.zero_()  # two taps may never lie on the image together
         blocks = moment[:size, :size].unflatten(0, (channels, taps)).unflatten(2, (channels, taps))
         columns = horizontal.pairs()
         for down, ranges in vertical.pairs().items():

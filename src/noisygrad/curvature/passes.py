@@ -90,7 +90,7 @@ def _pairs(positions: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return pairs if recorded else _PAIRS.setdefault(key, pairs)
 
 
-def _place(count: int, dtype: torch.dtype) -> Tensor:
+def kept_place(count: int, dtype: torch.dtype) -> Tensor:
     """Memory for so many numbers, the same at every call in a thread: it stays mapped and in the cache."""
     kept: dict[torch.dtype, Tensor] = _PLACES.__dict__.setdefault("kept", {})
     if dtype not in kept or kept[dtype].numel() < count:
@@ -107,7 +107,7 @@ def _in_cache(outputs: Tensor, inputs: Tensor) -> Tensor:
     rows = max(1, CACHE // max(1, inputs.shape[-1]))
     for panel, g in zip(total.split(rows), outputs.split(rows, dim=-1), strict=True):
         size = min(len(g), max(1, CACHE // max(1, panel.numel())))
-        place = _place(size * panel.numel(), panel.dtype).view(size, *panel.shape)
+        place = kept_place(size * panel.numel(), panel.dtype).view(size, *panel.shape)
         for some, a in zip(g.split(size), inputs.split(size), strict=True):
             matrices = torch.bmm(some.mT, a, out=place[: len(some)])
             if size >= MANY:

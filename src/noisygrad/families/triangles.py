@@ -31,9 +31,14 @@ ALIGNMENT = 64
 """The widths are multiples of it: products on tensor cores begin at such places."""
 
 
+def pays_at(size: int) -> bool:
+    """Whether a matrix of so many rows is better kept in bands."""
+    return size >= LARGE
+
+
 def pays(matrix: Tensor) -> bool:
-    """Whether a matrix is better kept in bands."""
-    return matrix.shape[-1] >= LARGE
+    """The same of a matrix."""
+    return pays_at(matrix.shape[-1])
 
 
 def cut(matrix: Tensor, bands: int) -> Bands:
