@@ -66,6 +66,16 @@ def test_wide_draws_need_their_own_statistics():
     torch.testing.assert_close(prediction.probs, own.softmax(-1).mean(0))
 
 
+def test_an_elbo_by_the_draws_own_statistics():
+    _, posterior, x, y = fitted()
+    own = posterior.outputs(x, 5, norm_data=x, generator=torch.Generator().manual_seed(0))
+    nll = F.cross_entropy(own.flatten(0, 1), y.repeat(5))
+    loader = [(x[:100], y[:100]), (x[100:], y[100:])]
+    found, usual = (posterior.elbo(loader, 5, torch.Generator().manual_seed(0), norm_data=data) for data in (x, None))
+    torch.testing.assert_close(found, -len(x) * nll - posterior.kl(), rtol=1e-5, atol=1e-3)
+    assert float(found) > float(usual)
+
+
 def convolutional(norm=nn.BatchNorm2d):
     torch.manual_seed(0)
     model = nn.Sequential(

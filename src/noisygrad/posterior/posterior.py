@@ -7,7 +7,7 @@ in nats. Conventions: `docs/conventions.md`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
@@ -178,27 +178,39 @@ class Posterior:
 
     @torch.no_grad()
     def elbo(
-        self, loader: Iterable[tuple[Tensor, Tensor]], num_samples: int = 10, generator: torch.Generator | None = None
+        self,
+        loader: Iterable[tuple[Tensor, Tensor]],
+        num_samples: int = 10,
+        generator: torch.Generator | None = None,
+        *,
+        norm_data: Tensor | None = None,
     ) -> Tensor:
         """−N · E_q[nll] − λ (KL of weights + KL of noise), in nats; `loader` yields (x, y) batches of the data.
 
-        The expectation is over `num_samples` draws; one number per replica.
+        The expectation is over `num_samples` draws; one number per replica. `norm_data` is as in `predict`, all of it
+        one batch.
         """
         kl = self.kl() + self.likelihood.kl().to(self._mean.flat)
-        return -self.num_data * self.expected_nll(loader, num_samples, generator) - self.kl_weight * kl
+        nll = self.expected_nll(loader, num_samples, generator, norm_data=norm_data)
+        return -self.num_data * nll - self.kl_weight * kl
 
     @torch.no_grad()
     def expected_nll(
-        self, loader: Iterable[tuple[Tensor, Tensor]], num_samples: int = 10, generator: torch.Generator | None = None
+        self,
+        loader: Iterable[tuple[Tensor, Tensor]],
+        num_samples: int = 10,
+        generator: torch.Generator | None = None,
+        *,
+        norm_data: Tensor | None = None,
     ) -> Tensor:
         """E_q of the negative log-likelihood per datum (not that of the predictive mixture), per replica."""
         num_samples = _positive("num_samples", num_samples)
-        draws = [self._as_dict(self._draw(generator)) for _ in range(num_samples)]
         total, count = torch.zeros(self.structure.replicas, device=self._mean.flat.device), 0
         with evaluating(self.model):
+            draws = list(self._draws(num_samples, generator, norm_data, None))
             for x, y in loader:
-                for weights in draws:
-                    output = self._forward(weights, self._buffers, self._moved(x))
+                for weights, buffers in draws:
+                    output = self._forward(weights, buffers, self._moved(x))
                     target = self._moved(y)
                     self.likelihood.check(output, target)
                     total = total - self.likelihood.log_prob(output, target).sum(dim=-1)
@@ -247,22 +259,28 @@ class Posterior:
         _check_tensor(x)
         size = None if batch_size is None else _positive("batch_size", batch_size)
         parts = x.split(size, dim=self._examples_dim(x)) if size is not None else (x,)
-        norms, norm_parts = {}, []
+        lead = len(self.structure.replicas)
+        with evaluating(self.model):
+            found = []
+            for weights, buffers in self._draws(num_samples, generator, norm_data, size):
+                outputs = [self._forward(weights, buffers, self._moved(part)) for part in parts]
+                found.append(torch.cat(outputs, dim=lead))
+        return torch.stack(found)
+
+    def _draws(
+        self, count: int, generator: torch.Generator | None, norm_data: Tensor | None, batch_size: int | None
+    ) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+        """Weights and buffers of each draw: the model's own, or with statistics of the draw's."""
+        norms, parts = {}, []
         if norm_data is not None:
             _check_tensor(norm_data)
             norms = running_norms(self.model)
-            norm_parts = norm_batches(norm_data, size, self._examples_dim(norm_data))
-        lead = len(self.structure.replicas)
-        with evaluating(self.model):
-            draws = []
-            for _ in range(num_samples):
-                weights, buffers = self._as_dict(self._draw(generator)), self._buffers
-                if norms:
-                    forward = partial(self._forward, weights)
-                    buffers = own_statistics(norms, buffers, map(self._moved, norm_parts), forward)
-                outputs = [self._forward(weights, buffers, self._moved(part)) for part in parts]
-                draws.append(torch.cat(outputs, dim=lead))
-        return torch.stack(draws)
+            parts = norm_batches(norm_data, batch_size, self._examples_dim(norm_data))
+        for _ in range(count):
+            weights, buffers = self._as_dict(self._draw(generator)), self._buffers
+            if norms:
+                buffers = own_statistics(norms, buffers, map(self._moved, parts), partial(self._forward, weights))
+            yield weights, buffers
 
     def _examples_dim(self, x: Tensor) -> int:
         return 0 if x.dim() <= 2 else len(self.structure.replicas)
