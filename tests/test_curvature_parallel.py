@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -56,19 +57,67 @@ def test_one_after_the_other_where_asked():
     assert {ident for ident, *_ in seen} == {threading.get_ident()}
 
 
-@pytest.mark.parametrize("bad", [0, 1, 19])
-def test_a_failure_is_raised_after_all_is_quiet(bad):
-    done = []
+@pytest.mark.parametrize("caller_fails", [True, False])
+def test_a_failure_is_raised_once_all_is_quiet_and_nothing_more_is_begun(caller_fails):
+    caller, meeting, begun, ended = threading.get_ident(), threading.Barrier(3), [], []
 
-    def work(index):
-        if index == bad:
-            raise ArithmeticError(f"piece {index}")
-        done.append(index)
+    def meet():
+        meeting.wait(timeout=30)  # all three have a piece of work
+        begun.append(0)
+        if (threading.get_ident() == caller) is caller_fails:
+            raise ArithmeticError("a piece")
+        time.sleep(0.3)
+        ended.append(0)
 
-    with pytest.raises(ArithmeticError, match=f"piece {bad}"):
-        side_by_side([lambda index=index: work(index) for index in range(20)])
+    with pytest.raises(ArithmeticError, match="a piece"):
+        side_by_side([meet] * 3 + [lambda: time.sleep(0.01) or begun.append(1)] * 200)
+    assert len(ended) == (2 if caller_fails else 1)
+    count = len(begun)
+    time.sleep(0.1)
+    assert len(begun) == count < 203
     assert torch.get_num_threads() == 3
     assert side_by_side(works(3, [])) == [0, 1, 4]
+
+
+INTERRUPTED = """
+import os, signal, threading, time, torch
+from noisygrad.curvature.parallel import side_by_side
+torch.set_num_threads(2)
+meeting, ended = threading.Barrier(2), []
+
+def meet():
+    meeting.wait(timeout=30)
+    if threading.current_thread() is threading.main_thread():
+        threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        return  # and wait for the other
+    time.sleep(0.5)
+    ended.append(0)
+
+try:
+    side_by_side([meet, meet])
+except KeyboardInterrupt:
+    assert ended, "it was still at work"
+    assert torch.get_num_threads() == 2
+else:
+    raise AssertionError("nothing was interrupted")
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are those of POSIX")
+def test_an_interrupted_caller_waits_for_its_helpers():
+    subprocess.run([sys.executable, "-c", INTERRUPTED], check=True, timeout=120)
+
+
+def test_autocast_of_the_caller_is_nobodys():
+    meeting = threading.Barrier(3)
+
+    def meet():
+        meeting.wait(timeout=30)
+        return torch.is_autocast_enabled("cpu")
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert side_by_side([meet] * 3) == [False] * 3
+        assert torch.is_autocast_enabled("cpu")
 
 
 def test_work_inside_work_is_done_by_the_same_thread():

@@ -141,6 +141,7 @@ def test_two_processes_train_one_network(tmp_path: Path) -> None:
     (alone,) = run_job(job, quiet)
     (together,) = (cell for cell in cells if cell.method == "SGD")
     assert together.metrics["nll"] == pytest.approx(alone.metrics["nll"], rel=1e-3)
+    assert together.metrics["train_loss"] == pytest.approx(alone.metrics["train_loss"], rel=1e-3)
     assert all(cell.metrics["accuracy"] > 50 for cell in cells)
 
 

@@ -133,6 +133,22 @@ def resumed(rank: int) -> dict[str, Any]:
     return {"rank 0": of_rank_0, "own": optimizer.generators[0].get_state(), "saved": own["generators"]["0"]}
 
 
+def stopped(rank: int, folder: str) -> dict[str, Any]:
+    """A training by `train` that never stopped, and one that was taken up again by other optimisers."""
+    found = {}
+    for name, stops in (("whole", [4]), ("in parts", [2, 4])):
+        for epochs in stops:
+            torch.manual_seed(epochs)
+            model = DistributedDataParallel(mlp())
+            optimizer = make(ng.NoisyKFAC, model, seed=5)
+            ((x, y),) = batches(1, size=8)
+            mine = halves(x, 4)[rank], halves(y, 4)[rank]
+            path = Path(folder) / f"{name}.safetensors"
+            ng.train(optimizer, mine, epochs=epochs, batch_size=2, seed=3, progress=False, checkpoint=path)
+        found[name] = snapshot(optimizer)
+    return found
+
+
 def work(rank: int, folder: str) -> None:
     """Everything that one of the two processes does."""
     dist.init_process_group(
@@ -151,6 +167,7 @@ def work(rank: int, folder: str) -> None:
         results[f"unused {name}"] = unused_on_one_rank(rank, kind)
     results["shared out"] = work_shared_out(rank)
     results["resumed"] = resumed(rank)
+    results["stopped"] = stopped(rank, folder)
     for stacked in (False, True):
         results[f"damping {stacked}"] = changed_damping(rank, stacked)
     for what in ("NaN", "factorisation"):
@@ -274,3 +291,11 @@ def test_ranks_that_load_the_state_of_rank_0_still_draw_apart(ranks):
     assert not torch.equal(one["rank 0"], two["rank 0"])
     for rank in (one, two):
         assert torch.equal(rank["own"], rank["saved"])
+
+
+def test_a_training_that_was_stopped_is_one_that_was_not_on_every_rank(ranks):
+    one, two = (rank["stopped"] for rank in ranks)
+    for rank in (one, two):
+        assert not differences(rank["whole"], rank["in parts"])
+    assert not differences(one["whole"], two["whole"], but=OWN)
+    assert differences(one["whole"], two["whole"]), "the ranks draw apart"

@@ -58,6 +58,24 @@ def of_first_process(find: Callable[[], Found]) -> Found:
     return box[0]  # type: ignore[return-value]
 
 
+def of_every_process(value: Found) -> list[Found]:
+    """What each process has, in the order of their ranks, in all of them."""
+    if processes().size == 1:
+        return [value]
+    box: list[Found | None] = [None] * processes().size
+    dist.all_gather_object(box, value)
+    return box  # type: ignore[return-value]
+
+
+def mean_of_processes(value: Tensor) -> Tensor:
+    """The mean over the processes, in all of them."""
+    if processes().size == 1:
+        return value
+    total = value.detach().clone()
+    dist.all_reduce(total)
+    return total / processes().size
+
+
 class Ranks:
     """The processes that hold a copy of one DistributedDataParallel model; of one process, where there is none."""
 

@@ -4,7 +4,7 @@ The patches repeat every input pixel once for each tap of the kernel. Their seco
 through the shift from one to the other, apart from what the edges of the image cut off: 25 shifts in place of the 81
 pairs of taps of a 3×3 kernel, and by symmetry half of them. Squares of per-example gradients need patches along one
 axis only, because along the other a tap is a slice of memory; and none at all where a convolution whose groups are the
-examples is faster.
+examples is faster. Whole patches are made where oneDNN multiplies them faster than MKL their parts.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ from noisygrad.curvature.windows import Axis, patches, two_axes
 from noisygrad.families import kronecker, packed, triangles
 from noisygrad.families.moments import column_sums, gram, with_border
 from noisygrad.families.products import has_onednn, pays_at
+
+SMALL_PATCH = 64
+"""Patches of at most so many numbers, as of colour images, are rather made: a product with a part of one is thin."""
 
 MANY_POSITIONS, FEW_WEIGHTS = 128, 1 << 16
 """From so many positions on, and up to so many weights, squares are made by a convolution of many groups."""
@@ -218,6 +221,9 @@ class ConvolutionPass(PatchedPass):
             weight = self._squares_by_groups(scale)
         elif self._products_are_fast():
             weight = self._squares_by_products(scale)
+        elif self._patch_size <= SMALL_PATCH:
+            # Thin products, which are fewer than the gradients: these are multiplied as they lie.
+            weight = torch.bmm(self.gradients.mT, self.activations).div_(scale).square_().sum(dim=0)
         else:
             weight = self._squares_by_rows(scale)
         bias = (self.gradients.sum(dim=-2) / scale).square().sum(dim=-2)

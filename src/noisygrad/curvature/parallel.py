@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import count
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ import torch
 Made = TypeVar("Made")
 
 _POOLS: dict[int, ThreadPoolExecutor] = {}
-"""Helpers that stay, by their number: a thread that wakes up is let in at once by a core that is merely waited on."""
+"""Helpers that stay, by how many there are: a thread that wakes up is let in at once by a core that others wait on."""
 
 
 def side_by_side(works: Sequence[Callable[[], Made]], *, when: bool = True) -> list[Made]:
@@ -30,24 +30,39 @@ def side_by_side(works: Sequence[Callable[[], Made]], *, when: bool = True) -> l
     found: dict[int, Made] = {}
 
     def take_turns() -> None:
-        with torch.no_grad():
+        torch.set_num_threads(1)  # of this thread, and of the libraries below torch
+        # What is switched for the caller alone must not matter, since nobody knows who has which turn.
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             while (turn := next(turns)) < len(works):  # one step of the interpreter: no turn is taken twice
                 found[turn] = works[turn]()
 
-    torch.set_num_threads(1)  # threads made from now on, and the libraries below torch, have one each
+    pool = _POOLS.get(threads - 1) or _POOLS.setdefault(threads - 1, ThreadPoolExecutor(threads - 1))
+    helpers: list[Future[None]] = []
     try:
-        pool = _POOLS.get(threads) or _POOLS.setdefault(threads, ThreadPoolExecutor(threads - 1))
-        helpers = [pool.submit(take_turns) for _ in range(threads - 1)]
-        try:
-            take_turns()
-        finally:
-            for helper in helpers:
-                helper.exception()  # nothing is left at work, whatever happened here
-        for helper in helpers:
-            helper.result()
+        helpers.extend(pool.submit(take_turns) for _ in range(threads - 1))
+        take_turns()
     finally:
-        torch.set_num_threads(threads)
+        turns = count(len(works))  # after a failure nothing more is begun
+        try:
+            _wait_for(helpers)
+        finally:
+            torch.set_num_threads(threads)
+    for helper in helpers:
+        helper.result()
     return [found[turn] for turn in range(len(works))]
+
+
+def _wait_for(helpers: Sequence[Future[None]]) -> None:
+    """Until none is at work any more, however often somebody asks to stop."""
+    interrupt: KeyboardInterrupt | None = None
+    while True:
+        try:
+            wait(helpers)
+            break
+        except KeyboardInterrupt as asked:
+            interrupt = asked
+    if interrupt is not None:
+        raise interrupt
 
 
 if hasattr(os, "register_at_fork"):  # a forked process has the pools, but not their threads

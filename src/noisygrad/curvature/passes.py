@@ -91,10 +91,14 @@ def _pairs(positions: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def kept_place(count: int, dtype: torch.dtype) -> Tensor:
-    """Memory for so many numbers, the same at every call in a thread: it stays mapped and in the cache."""
+    """Memory for so many numbers, the same at every call in a thread, so that it stays mapped; it is never given back.
+
+    Small places stay in the cache, too.
+    """
     kept: dict[torch.dtype, Tensor] = _PLACES.__dict__.setdefault("kept", {})
     if dtype not in kept or kept[dtype].numel() < count:
-        kept[dtype] = torch.empty(max(count, CACHE), dtype=dtype)
+        with torch.inference_mode(False):  # else it could not be written to outside
+            kept[dtype] = torch.empty(max(count, CACHE), dtype=dtype, device="cpu")
     return kept[dtype][:count]
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from noisygrad.data.images import Images, load_images, load_out_of_distribution, subset
-from noisygrad.distributed import processes
+from noisygrad.distributed import mean_of_processes, processes
 from noisygrad.experiments.calibration import (
     accuracy_of,
     by_draws,
@@ -265,7 +265,7 @@ class Learning:
     def _step(self, x: Tensor, y: Tensor) -> Tensor:
         self._raw.copy_(x[self._part])
         self._labels.copy_(y[self._part])
-        loss = self.trainer.step()
+        loss = mean_of_processes(self.trainer.step())
         self._losses[self._steps % len(self._losses)].copy_(loss.detach())
         self._steps += 1
         return loss

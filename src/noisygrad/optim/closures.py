@@ -91,6 +91,8 @@ def _evaluate_afresh(optimizer: NoisyOptimizer, closure: Closure) -> None:
         assert capture is not None
         output, target = result
         optimizer.likelihood.check(output, target)
-        take_statistics(optimizer, capture, output, optimizer.likelihood.harmless(output, target))
+        with torch.autocast(optimizer.device.type, enabled=False):
+            output = output if output.dtype in {torch.float32, torch.float64} else output.float()
+            take_statistics(optimizer, capture, output, optimizer.likelihood.harmless(output, target))
     # That draw has no gradient: the step must not count it.
     pending.draws, pending.weights = draws, weights

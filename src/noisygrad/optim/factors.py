@@ -106,7 +106,7 @@ class Factors:
                 mean.raise_(floor)
         together = len(means) == len(self.blocks) and not any(isinstance(share, Tensor) for share in examples.values())
         if together and len(set(self._seen)) == 1:
-            # All blocks are at the same k: one moving average over the one tensor that holds all moments.
+            # All blocks are at the same k: one rate for all moments.
             self._update_all([tensor for b in self.blocks for tensor in means[b.name].tensors().values()], decay, mask)
         else:
             for index, block in enumerate(self.blocks):

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from noisygrad.distributed import processes
+from noisygrad.distributed import of_every_process, processes
 from noisygrad.optim import NoisyOptimizer
 from noisygrad.training.batches import Data, LoaderBatches, TensorBatches
 from noisygrad.training.checkpoint import (
@@ -108,8 +108,10 @@ def train(
             metrics = on_epoch(record) if on_epoch is not None else None
             history.append(record, {name: float(value) for name, value in (metrics or {}).items()})
             due = epoch % checkpoint_every == 0 or epoch == epochs
-            if checkpoint is not None and due and processes().rank == 0:  # the ranks of a run share one file
-                run.save(Path(checkpoint), history)
+            if checkpoint is not None and due:  # the ranks of a run share one file
+                random = of_every_process(run.random())
+                if processes().rank == 0:
+                    run.save(Path(checkpoint), history, random)
             report.finished(record)
     return history
 
@@ -153,19 +155,21 @@ class _Run:
     ) -> None:
         self._states: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
         self._device = batches.device
-        self._generator = batches.generator if isinstance(batches, LoaderBatches) else None
+        loader = batches.generator if isinstance(batches, LoaderBatches) else None
+        self._generators: dict[str, list[torch.Generator]] = {
+            "optimizer": list(optimizer.generators) if isinstance(optimizer, NoisyOptimizer) else [],
+            "loader": [] if loader is None else [loader],
+        }
         self._settings = settings
         self.seeds = seeds
 
-    def save(self, path: Path, history: History) -> None:
-        extra = {
-            "history": history.to_dict(),
-            "seeds": self.seeds,
-            "settings": self._settings,
-            "random": random_state(self._device),
-        }
-        if self._generator is not None:
-            extra["generator"] = self._generator.get_state()
+    def random(self) -> dict[str, Any]:
+        """The states of all that this process draws numbers from."""
+        own = {name: [generator.get_state() for generator in some] for name, some in self._generators.items()}
+        return {**own, "torch": random_state(self._device)}
+
+    def save(self, path: Path, history: History, random: list[dict[str, Any]]) -> None:
+        extra = {"history": history.to_dict(), "seeds": self.seeds, "settings": self._settings, "random": random}
         save_checkpoint(path, **self._states, extra=extra)
 
     def load(self, path: Path, seeded: bool) -> History:
@@ -175,6 +179,8 @@ class _Run:
             raise CheckpointError(f"{error}; delete it, or give resume=False, to start afresh") from error
         if "history" not in extra or "seeds" not in extra:
             raise CheckpointError(f"{path} was not saved by `train`; load it with `load_checkpoint`")
+        if not isinstance(extra["random"], list):
+            raise CheckpointError(f"{path} was saved by an earlier noisygrad; delete it to start afresh")
         ours: dict[str, Any] = {**self._settings, **({"seed": self.seeds} if seeded else {})}
         theirs = {**extra["settings"], "seed": extra["seeds"]}
         for name, value in ours.items():
@@ -185,10 +191,19 @@ class _Run:
                 )
         load_checkpoint(path, **self._states)
         self.seeds = list(extra["seeds"])
-        set_random_state(extra["random"], self._device)
-        if self._generator is not None and "generator" in extra:
-            self._generator.set_state(extra["generator"])
+        self._set_random(extra["random"])
         return History.from_dict(extra["history"])
+
+    def _set_random(self, saved: list[dict[str, Any]]) -> None:
+        """As this process was; among another number of processes as the first was, but for the optimiser's noise."""
+        here = processes()
+        same = len(saved) == here.size
+        states = saved[here.rank if same else 0]
+        set_random_state(states["torch"], self._device)
+        for name, generators in self._generators.items():
+            if same or name != "optimizer":  # whose own state has seen to it that no two draw the same
+                for generator, state in zip(generators, states[name], strict=False):
+                    generator.set_state(state.cpu())
 
 
 def _model(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> nn.Module:
