@@ -30,11 +30,16 @@ def side_by_side(works: Sequence[Callable[[], Made]], *, when: bool = True) -> l
     found: dict[int, Made] = {}
 
     def take_turns() -> None:
+        nonlocal turns
         torch.set_num_threads(1)  # of this thread, and of the libraries below torch
         # What is switched for the caller alone must not matter, since nobody knows who has which turn.
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            while (turn := next(turns)) < len(works):  # one step of the interpreter: no turn is taken twice
-                found[turn] = works[turn]()
+            try:
+                while (turn := next(turns)) < len(works):  # one step of the interpreter: no turn is taken twice
+                    found[turn] = works[turn]()
+            except BaseException:
+                turns = count(len(works))  # nobody begins anything more
+                raise
 
     pool = _POOLS.get(threads - 1) or _POOLS.setdefault(threads - 1, ThreadPoolExecutor(threads - 1))
     helpers: list[Future[None]] = []
@@ -42,7 +47,6 @@ def side_by_side(works: Sequence[Callable[[], Made]], *, when: bool = True) -> l
         helpers.extend(pool.submit(take_turns) for _ in range(threads - 1))
         take_turns()
     finally:
-        turns = count(len(works))  # after a failure nothing more is begun
         try:
             _wait_for(helpers)
         finally:
