@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -83,3 +85,40 @@ def test_a_layer_used_by_half_of_the_data_has_half_of_its_fisher() -> None:
     (inputs, outputs), (half_inputs, half_outputs) = found
     close(half_outputs, outputs / 2)
     close(half_inputs, (inputs + torch.eye(4)) / 2)
+
+
+@pytest.mark.parametrize("way", ["closure", "explicit"])
+def test_a_weight_that_is_used_behind_its_layers_back_is_told_once(way) -> None:
+    """Its Fisher would be 0 and its posterior the prior, without a word."""
+    torch.manual_seed(0)
+    model = Model(
+        lambda m, x: m.b(torch.nn.functional.linear(x, m.a.weight, m.a.bias).tanh()),
+        a=nn.Linear(3, 4),
+        b=nn.Linear(4, 1),
+    ).double()
+    fit = ng.NoisyKFAC(model, ng.Gaussian(noise_variance=1.0), num_data=100, stats_every=1, seed=0)
+
+    def step() -> None:
+        x, y = normal(8, 3), normal(8, 1)
+        if way == "closure":
+            fit.step(lambda: (model(x), y))
+            return
+        with fit.sampled() as draw:
+            draw.nll(model(x), y).backward()
+        fit.step()
+
+    with pytest.warns(UserWarning, match="'a'.*not by calling the layer") as told:
+        step()
+    assert [each.filename for each in told] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step()
+
+
+def test_a_layer_that_takes_no_part_is_not_told_of() -> None:
+    torch.manual_seed(0)
+    model = Model(lambda m, x: m.a(x), a=nn.Linear(3, 1), b=nn.Linear(3, 1)).double()
+    fit = ng.NoisyKFAC(model, ng.Gaussian(noise_variance=1.0), num_data=100, stats_every=1, mc_samples=2, seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit.step(lambda: (model(normal(8, 3)), normal(8, 1)))

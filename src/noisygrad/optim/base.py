@@ -80,6 +80,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
     default_factor_every: ClassVar[int] = 1
     stats_limit: int | None = None
     """How many examples of a batch there was memory for, once it did not suffice for the statistics of all."""
+    told_of_unseen = False
     _step_supports_amp_scaling = True  # a GradScaler hands over its scale and its verdict instead of waiting for them
 
     def __init__(
@@ -174,9 +175,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self.guard = FiniteGuard(self.structure, self.device, self.running)
         self._replays = Replays(self.device, differentiates=False)
         self._numbers = Numbers(self.mean.flat)
-        self._steps = 0
         self._draw: Draw | None = None
-        self._in_closure = False
+        self._steps, self._in_closure = 0, False
         self._same_draw = same_draw_on_all_ranks
         count = max(1, torch.Size(self.structure.replicas).numel())
         self.generators = make_generators(seed, count, self.device, self.ranks, same_draw=same_draw_on_all_ranks)

@@ -29,6 +29,8 @@ class Pending:
     """The mean over examples of the moments, by block."""
     examples: dict[str, float | Tensor] = field(default_factory=dict)
     """How many examples each of them stands for: a tensor once averaged over ranks."""
+    units: set[str] = field(default_factory=set)
+    """Those that some statistics are of."""
     sound: bool = True
     """Whether all statistics were looked at and are finite; a GPU is not waited for."""
     trails: list[Trail] = field(default_factory=list)
@@ -83,6 +85,7 @@ class Pending:
     ) -> None:
         """Add one pass, counted as `weight` examples; `current` are the moving averages."""
         sound = True
+        self.units.update(passes)
         for block in blocks if passes else ():
             measured = block.measure(passes, current[block.name])
             sound = sound and surely_finite(measured)

@@ -66,3 +66,26 @@ def _take(optimizer: NoisyOptimizer, records: list[Record], output: Tensor, targ
     for one in passes:
         optimizer._pending.add_statistics(blocks, one, keep, current)  # only relative weights count
         del one  # before the next is made
+
+
+def tell_of_unseen(optimizer: NoisyOptimizer) -> None:
+    """Warn, once, of layers that have a gradient but no statistics: their posterior would quietly become the prior."""
+    if optimizer.told_of_unseen or optimizer.ranks.active:  # what one rank has not used another may have
+        return
+    parameters, seen = optimizer.structure.parameters, optimizer._pending.units
+    unseen = [
+        unit.name
+        for unit in optimizer.structure.units
+        if unit.name not in seen and any(parameters[slot.parameter].grad is not None for slot in unit.slots)
+    ]
+    if not unseen:
+        return
+    optimizer.told_of_unseen = True
+    names = ", ".join(repr(name) for name in unseen[:4]) + (", …" if len(unseen) > 4 else "")
+    warnings.warn(
+        f"{names}: the loss depends on the weights of {'this layer' if len(unseen) == 1 else 'these layers'}, but not "
+        "by calling the layer (F.linear(x, layer.weight) does so, for example). The Fisher sees layers that are "
+        "called, so the posterior of these weights will be the prior. Call the layer, or make the weight an "
+        "nn.Parameter of a module of your own, which gets a diagonal block",
+        stacklevel=8,
+    )

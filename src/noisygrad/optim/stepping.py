@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from noisygrad.optim.statistics import tell_of_unseen
+
 if TYPE_CHECKING:
     from noisygrad.optim.base import NoisyOptimizer
 
@@ -53,6 +55,7 @@ def _watch_and_measure(optimizer: NoisyOptimizer, step: int, decay: float | Tens
     mask = _watched(optimizer, None if optimizer.ranks.active else pending.loss)
     with optimizer.factors.unchanged_on_failure() if options.factors_due(step) else nullcontext():
         if pending.statistics:
+            tell_of_unseen(optimizer)
             optimizer.factors.update(pending.statistics, pending.examples, decay, mask)
             pending.statistics = {}  # as large as the moving averages, and done with
         if options.factors_due(step):
