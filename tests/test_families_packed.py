@@ -176,6 +176,21 @@ def test_a_training_in_bands_is_a_training(settings, stacked, small, monkeypatch
             close(mine.tensors()[part], tensor, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("replicas", [(), (2,)], ids=str)
+def test_a_posterior_of_a_training_in_bands_is_saved_and_loaded(replicas, small, tmp_path):
+    optimizer = made(replicas)
+    assert in_bands(optimizer) >= 3
+    train_on(optimizer, replicas, seed=2)
+    posterior = optimizer.posterior()
+    posterior.save(tmp_path / "p.safetensors")
+    loaded = ng.load_posterior(tmp_path / "p.safetensors", network(replicas))
+    close(loaded.kl(), posterior.kl())
+    draws = [each.sample(torch.Generator().manual_seed(1)) for each in (posterior, loaded)]
+    assert all(torch.equal(draws[1][name], tensor) for name, tensor in draws[0].items())
+    again = made(replicas, prior=loaded.as_prior())
+    train_on(again, replicas, seed=2)
+
+
 @pytest.mark.parametrize("stacked", [False, True], ids=["single", "stacked"])
 def test_a_failed_refresh_leaves_bands_as_they_were(stacked, small, monkeypatch):
     monkeypatch.setattr(stacks, "DEVICES", {"cpu"} if stacked else set())

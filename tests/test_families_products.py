@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import noisygrad as ng
 from noisygrad.families import products
 from noisygrad.families.products import matmul
 
@@ -103,3 +104,27 @@ def test_a_product_that_is_not_finite_says_so(onednn):
     assert not bool(found[7].isfinite().any())
     assert bool(found[8].isfinite().all())
     assert len(onednn) == 1
+
+
+@pytest.mark.parametrize("way", ["closure", "explicit"])
+def test_a_step_of_noisy_k_fac_draws_and_moves_by_it(way, onednn, monkeypatch):
+    monkeypatch.setattr(products, "LARGE", 2000)
+    torch.manual_seed(0)
+    model, x, y = ng.networks.MLP(30, (20,), 3), torch.randn(8, 30), torch.randint(3, (8,))
+    optimizer = ng.NoisyKFAC(
+        model, ng.Categorical(), num_data=100, stats_every=50, factor_every=50, damping=0.1, seed=0
+    )
+    asked = []
+    with torch.enable_grad():
+        for _ in range(6):  # the last has neither statistics nor new factors
+            onednn.clear()
+            if way == "closure":
+                optimizer.step(lambda: (model(x), y))
+                continue
+            with optimizer.sampled() as draw:
+                asked = list(onednn)
+                draw.nll(model(x), y).backward()
+            optimizer.step()
+    first = [(20, 20, 31), (20, 31, 31)]
+    assert onednn == first * 2, "U Z Vᵀ of the first layer, and left X right"
+    assert way == "closure" or asked == first

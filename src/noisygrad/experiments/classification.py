@@ -119,9 +119,19 @@ def check_data(jobs: Sequence[Job], data_dir: str | None) -> None:
     """Load what the jobs need, once, so that missing files and impossible subsets are told before anything starts."""
     for name in {job.data for job in jobs}:
         images = load_images(name, data_dir)
-        for size, seed in {(job.config["train_size"], job.replicates[0]) for job in jobs if job.data == name}:
-            if size is not None:
-                subset(images, size, seed)
+        for job in jobs:
+            for seed in job.replicates if job.data == name else ():
+                _part_of(images, job.config, seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is missing is told by the jobs
+            _strange_images(name, data_dir)
+
+
+def _part_of(images: Images, config: Config, seed: int) -> Images:
+    """What a training with these settings is given."""
+    if config.get("validation", False):
+        images = held_out(images)
+    return images if config["train_size"] is None else subset(images, config["train_size"], seed)
 
 
 def run_job(
@@ -150,12 +160,7 @@ def _run(
 ) -> Cell:
     start = time.perf_counter()
     config = job.config
-    images = load_images(job.data, data_dir)
-    validation = config.get("validation", False)
-    if validation:
-        images = held_out(images)
-    if config["train_size"] is not None:
-        images = subset(images, config["train_size"], seed)
+    images = _part_of(load_images(job.data, data_dir), config, seed)
     torch.manual_seed(seed)
     if device.startswith("cuda"):
         # Convolutions round to TF32 as it is; so may products of matrices.
@@ -169,7 +174,7 @@ def _run(
         return {"test_accuracy": learning.test_accuracy(), **learning.losses()}
 
     strange = _strange_images(job.data, data_dir)  # before the training: nothing should be missing after it
-    experiment = VALIDATION if validation else EXPERIMENT
+    experiment = VALIDATION if config.get("validation", False) else EXPERIMENT
     try:
         history = learning.train(on_epoch, path, checkpoint_every)
         measuring = time.perf_counter()

@@ -316,6 +316,7 @@ class Factors:
         else:
             torch.add(mean, self.sample(noise), alpha=scale, out=out)
 
+    @torch.no_grad()
     def sample(self, noise: Tensor) -> Tensor:
         """P^(−1/2) ε of every block, from `noise_size` numbers; 0 where there is no noise.
 

@@ -78,7 +78,7 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: Family | None 
     dtype = tensors["mean"].dtype
     statistics, priors = {}, {}
     for block in structure.blocks:
-        statistics[block.name] = block.identity(dtype, first.device)
+        statistics[block.name] = block.identity(dtype, first.device).whole()  # as they are saved
         shapes = _shapes(statistics[block.name])
         found = _check(path, f"statistics/{block.name}/", tensors, shapes)
         statistics[block.name].copy_(type(statistics[block.name]).from_tensors(found, {}))

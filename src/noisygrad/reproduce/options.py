@@ -27,7 +27,7 @@ Backend = Annotated[
     Literal["local", "joblib", "dask"],
     typer.Option(help="Jobs one after the other, in several processes, or on a Dask cluster."),
 ]
-Workers = Annotated[int, typer.Option(min=1, help="Processes of the backend joblib.")]
+Workers = Annotated[int, typer.Option(min=1, help="How many processes share the work on this machine.")]
 Scheduler = Annotated[str | None, typer.Option(metavar="ADDRESS", help="Of the Dask cluster.")]
 Validation = Annotated[
     bool, typer.Option("--validation", help="Measure on held-out training rows instead: to choose settings.")
