@@ -20,15 +20,16 @@ Made by `benchmarks/page.py` from the files that `benchmarks/run.py` left in `re
 network on the same batch; rounds of all methods are interleaved in one run and the median is taken, so look at the
 ratios. Statistics are taken every 10 steps and factors made every 200, and both are part of the mean step.
 
-CPU figures are of the processor named below. In one longer run of NoisyAdam and IVON alone for each network, of the same
-code, NoisyAdam took {vgg16:.2f} (VGG16) and {mlp:.2f} (MLP) times as long as IVON (41 and 61 rounds, `results/ivon-cpu.json`). On
-VGG16 the two are nearly level, and shorter runs while the code changed gave 0.95 to 1.02. How it comes out depends on memory that
-the C library gives back to the system after a step and has to be given again: with that switched off
-(`MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` very large) NoisyAdam took 1.04 times as long as IVON, before the last
-changes to its statistics. On another host, without a record of its processor, where SGD took 330 ms on VGG16, earlier code gave 0.98
-to 1.02 (VGG16, fifteen runs) and 0.95 to 1.01 (MLP, twelve runs), and NoisyKFAC took 1.85 times as long as SGD. Here that code took
-2.27 times as long: MKL, which multiplies torch's matrices, does not use AVX-512 on this processor, and oneDNN, which does the
-convolutions of SGD, does. Since large products go to oneDNN too, it is as below.
+CPU figures are of the processor named below. In one longer run of NoisyAdam and IVON alone for each network, of the
+same code, NoisyAdam took {vgg16:.2f} (VGG16) and {mlp:.2f} (MLP) times as long as IVON (41 and 61 rounds,
+`results/ivon-cpu.json`). On VGG16 the two are nearly level, and shorter runs while the code changed gave 0.95 to
+1.02. How it comes out depends on memory that the C library gives back to the system after a step and has to be given
+again: with that switched off (`MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` very large) NoisyAdam took 1.04
+times as long as IVON, before the last changes to its statistics. On another host, without a record of its processor,
+where SGD took 330 ms on VGG16, earlier code gave 0.98 to 1.02 (VGG16, fifteen runs) and 0.95 to 1.01 (MLP, twelve
+runs), and NoisyKFAC took 1.85 times as long as SGD. Here that code took 2.27 times as long: MKL, which multiplies
+torch's matrices, does not use AVX-512 on this processor, and oneDNN, which does the convolutions of SGD, does. Since
+large products go to oneDNN too, it is as below.
 
 On the GPU all methods have images in channels-last order and TF32 products; captured steps are CUDA graphs (all but
 K-FAC's refreshes), bf16 ones have a network in bfloat16. Eager steps there wait for the host, and hosts differ, so that
