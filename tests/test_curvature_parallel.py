@@ -83,6 +83,7 @@ INTERRUPTED = """
 import os, signal, threading, time, torch
 from noisygrad.curvature.parallel import side_by_side
 torch.set_num_threads(2)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell has switched off for what runs behind it
 meeting, ended = threading.Barrier(2), []
 
 def meet():
