@@ -27,9 +27,9 @@ same code, NoisyAdam took {vgg16:.2f} (VGG16) and {mlp:.2f} (MLP) times as long 
 again: with that switched off (`MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` very large) NoisyAdam took 1.04
 times as long as IVON, before the last changes to its statistics. On another host, without a record of its processor,
 where SGD took 330 ms on VGG16, earlier code gave 0.98 to 1.02 (VGG16, fifteen runs) and 0.95 to 1.01 (MLP, twelve
-runs), and NoisyKFAC took 1.85 times as long as SGD. Here that code took 2.27 times as long: MKL, which multiplies
-torch's matrices, does not use AVX-512 on this processor, and oneDNN, which does the convolutions of SGD, does. Since
-large products go to oneDNN too, it is as below.
+runs), and NoisyKFAC took 1.85 times as long as SGD. Here that code took 2.27 times as long (seven rounds, not kept):
+MKL, which multiplies torch's matrices, is less than half as fast on this processor as oneDNN, which does the
+convolutions of SGD, most likely for want of AVX-512. Since large products go to oneDNN too, it is as below.
 
 On the GPU all methods have images in channels-last order and TF32 products; captured steps are CUDA graphs (all but
 K-FAC's refreshes), bf16 ones have a network in bfloat16. Eager steps there wait for the host, and hosts differ, so that
