@@ -24,12 +24,12 @@ CPU figures are of the processor named below. In one longer run of NoisyAdam and
 same code, NoisyAdam took {vgg16:.2f} (VGG16) and {mlp:.2f} (MLP) times as long as IVON (41 and 61 rounds,
 `results/ivon-cpu.json`). On VGG16 the two are nearly level, and shorter runs while the code changed gave 0.95 to
 1.02. How it comes out depends on memory that the C library gives back to the system after a step and has to be given
-again: with that switched off (`MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` very large) NoisyAdam took 1.04
-times as long as IVON, before the last changes to its statistics. On another host, without a record of its processor,
-where SGD took 330 ms on VGG16, earlier code gave 0.98 to 1.02 (VGG16, fifteen runs) and 0.95 to 1.01 (MLP, twelve
-runs), and NoisyKFAC took 1.85 times as long as SGD. Here that code took 2.27 times as long (seven rounds, not kept):
-MKL, which multiplies torch's matrices, is less than half as fast on this processor as oneDNN, which does the
-convolutions of SGD, most likely for want of AVX-512. Since large products go to oneDNN too, it is as below.
+again: with that switched off (`MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` very large) NoisyAdam took 1.02
+times as long as IVON (nine rounds, not kept). On another host, without a record of its processor, where SGD took 330
+ms on VGG16, earlier code gave 0.98 to 1.02 (VGG16, fifteen runs) and 0.95 to 1.01 (MLP, twelve runs), and NoisyKFAC
+took 1.85 times as long as SGD. Here that code took 2.27 times as long (seven rounds, not kept): MKL, which multiplies
+torch's matrices, is less than half as fast on this processor as oneDNN, which does the convolutions of SGD, most
+likely for want of AVX-512. Since large products go to oneDNN too, it is as below.
 
 On the GPU all methods have images in channels-last order and TF32 products; captured steps are CUDA graphs (all but
 K-FAC's refreshes), bf16 ones have a network in bfloat16. Eager steps there wait for the host, and hosts differ, so that
