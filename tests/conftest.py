@@ -1,6 +1,8 @@
 """For the whole suite: one thread a process, names that every process agrees on, and what several files ask for."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +12,30 @@ from noisygrad.families import products
 
 torch.set_num_threads(1)  # the suite runs in several processes and its networks are tiny
 
+REAL_DATA = os.environ.get("NOISYGRAD_DATA", "")
+
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """No bytes in a test's name: those of an archive hold the second it was packed, which differs between processes."""
     return argname if isinstance(val, bytes) else None
+
+
+@pytest.fixture(autouse=True)
+def only_made_data(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test finds data of this machine by accident: a suite that passes here passes where there is none."""
+    monkeypatch.setenv("NOISYGRAD_DATA", str(tmp_path_factory.getbasetemp() / "no-data"))
+
+
+@pytest.fixture
+def real() -> Callable[[str], Path]:
+    """Finds the folder of real data that has the part asked for; without it the test is skipped."""
+
+    def folder(part: str) -> Path:
+        if not REAL_DATA or not (Path(REAL_DATA) / part).exists():
+            pytest.skip(f"NOISYGRAD_DATA does not lead to the real {part}")
+        return Path(REAL_DATA)
+
+    return folder
 
 
 @pytest.fixture

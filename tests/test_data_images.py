@@ -2,11 +2,9 @@
 
 import gzip
 import hashlib
-import os
 import struct
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,13 +23,6 @@ from noisygrad.data import (
     subset,
 )
 from noisygrad.data.commands import app
-
-REAL = os.environ.get("NOISYGRAD_DATA", "")
-
-
-def needs(path):
-    there = bool(REAL) and (Path(REAL) / path).exists()
-    return pytest.mark.skipif(not there, reason=f"NOISYGRAD_DATA does not lead to the real {path}")
 
 
 def put(monkeypatch, folder, name, contents):
@@ -348,9 +339,8 @@ def test_truncated_svhn_is_refused(tmp_path):
 # The real data
 
 
-@needs("mnist")
-def test_real_mnist():
-    found = load_images("mnist")
+def test_real_mnist(real):
+    found = load_images("mnist", real("mnist"))
     assert found.x_train.shape == (60000, 1, 28, 28)
     assert found.x_test.shape == (10000, 1, 28, 28)
     assert found.y_train[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
@@ -359,17 +349,15 @@ def test_real_mnist():
     assert found.x_train.std() / 255 == pytest.approx(found.std[0], abs=1e-4)
 
 
-@needs("cifar-10-batches-bin")
-def test_real_cifar():
-    found = load_images("cifar10")
+def test_real_cifar(real):
+    found = load_images("cifar10", real("cifar-10-batches-bin"))
     assert found.x_train.shape == (50000, 3, 32, 32)
     assert np.bincount(found.y_train).tolist() == [5000] * 10
     assert np.bincount(found.y_test).tolist() == [1000] * 10
     assert found.x_train.mean(axis=(0, 2, 3)) / 255 == pytest.approx(found.mean, abs=1e-4)
 
 
-@needs("svhn")
-def test_real_svhn():
-    found = load_out_of_distribution()
+def test_real_svhn(real):
+    found = load_out_of_distribution(real("svhn"))
     assert found.shape == (949, 3, 32, 32)
     assert found.dtype == np.uint8

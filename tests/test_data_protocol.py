@@ -1,7 +1,6 @@
 """The standard splits, standardisation, and loading: on made-up files, and on the real ones where they are."""
 
 import hashlib
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,9 +21,6 @@ from noisygrad.data import (
 )
 from noisygrad.data.files import checksum_of
 from noisygrad.data.raw import parse_table
-
-REAL = os.environ.get("NOISYGRAD_DATA", "")
-needs_data = pytest.mark.skipif(not REAL, reason="NOISYGRAD_DATA does not say where the real data lies")
 
 # name: rows, features, target's standard deviation, splits, training rows, test rows
 PUBLISHED = {
@@ -348,39 +344,35 @@ def test_diabetes_needs_no_file(tmp_path):
 # The real data
 
 
-@needs_data
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_real_data_is_the_published(name):
+def test_real_data_is_the_published(name, real):
     rows, features, deviation, *_ = PUBLISHED[name]
-    found = load_table(name)
+    found = load_table(name, real("uci"))
     assert found.x.shape == (rows, features)
     assert found.x.dtype == found.y.dtype == np.float64
     assert f"{found.y.std():.5f}" == deviation
 
 
-@needs_data
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "naval-turbine"])
-def test_real_checksum_is_of_the_bytes(name):
-    with np.load(Path(REAL) / "uci" / f"{name}.npz", allow_pickle=False) as file:
+def test_real_checksum_is_of_the_bytes(name, real):
+    with np.load(real("uci") / "uci" / f"{name}.npz", allow_pickle=False) as file:
         content = file["x"].tobytes() + file["y"].tobytes()
         if name == "naval":
             content += file["turbine_decay"].tobytes()
     assert DATA_SETS[name].files == {f"uci/{name}.npz": hashlib.sha256(content).hexdigest()}
 
 
-@needs_data
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "naval-turbine"])
-def test_real_data_survives_its_text(name):
-    with np.load(Path(REAL) / "uci" / f"{name}.npz", allow_pickle=False) as file:
+def test_real_data_survives_its_text(name, real):
+    with np.load(real("uci") / "uci" / f"{name}.npz", allow_pickle=False) as file:
         columns = [file["x"], file["y"][:, None]] + ([file["turbine_decay"][:, None]] if name == "naval" else [])
     lines = [" ".join(map(repr, row)).encode() + b"\n" for row in np.hstack(columns).tolist()]
     assert checksum_of(parse_table(DATA_SETS[name], lines)) in DATA_SETS[name].files.values()
 
 
-@needs_data
 @pytest.mark.parametrize("name", ["naval", "naval-turbine"])
-def test_real_constant_columns_stay_finite(name):
-    found = standardised(load_table(name), splits_of(name)[:2])
+def test_real_constant_columns_stay_finite(name, real):
+    found = standardised(load_table(name, real("uci")), splits_of(name)[:2])
     for values in (found.x_train, found.x_test, found.y_train, found.y_test):
         assert np.isfinite(values).all()
     for column in (8, 11):

@@ -213,17 +213,26 @@ def test_hmc_goes_through_the_experiments(experiment: object, monkeypatch: pytes
         assert len(cells[0].metrics["rmse_active_by_round"]) == 3
 
 
-def test_tuning_has_a_file_of_its_own(tmp_path: Path) -> None:
-    options = ["reproduce", "active-learning", "--data", "yacht", "--methods", "PBP", "--trials", "1"]
+@pytest.fixture
+def embedded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands know the one table that needs no file."""
+    for experiment in (hmc_correlation, active_learning):
+        monkeypatch.setattr(experiment, "DATA", ("diabetes",))
+
+
+def test_tuning_has_a_file_of_its_own(embedded: None, tmp_path: Path) -> None:
+    options = ["reproduce", "active-learning", "--data", "diabetes", "--methods", "PBP", "--trials", "1"]
     found = CliRunner().invoke(app, [*options, "--tuning", "--set", "epochs=1", "--results", str(tmp_path)])
     assert found.exit_code == 0, found.output
     assert [path.name for path in tmp_path.glob("*.jsonl")] == ["active-learning-tuning.jsonl"]
 
 
 @pytest.mark.parametrize("command", ["hmc-correlation", "active-learning"])
-def test_the_command_keeps_what_it_has(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_keeps_what_it_has(
+    embedded: None, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     method = {"hmc-correlation": "ridge", "active-learning": "PBP"}[command]
-    options = ["reproduce", command, "--data", "yacht", "--methods", method, "--trials", "2", "--epochs", "1"]
+    options = ["reproduce", command, "--data", "diabetes", "--methods", method, "--trials", "2", "--epochs", "1"]
     runner = CliRunner()
     first = runner.invoke(app, [*options, "--results", str(tmp_path)])
     assert first.exit_code == 0, first.output

@@ -217,8 +217,8 @@ class Learning:
         problem = PROBLEMS[job.data]
         # The same start on every device and on every rank.
         self.network = make_network(self.config, images, torch.Generator().manual_seed(seed)).to(self.device)
-        layout = torch.channels_last if self.device.type == "cuda" else torch.contiguous_format
-        self.network = self.network.to(memory_format=layout)  # type: ignore[call-overload]
+        # Convolutions are faster so, on a CPU too.
+        self.network = self.network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._mean, self._std = (
             torch.tensor(values, device=self.device).view(1, -1, 1, 1) for values in (images.mean, images.std)
         )
@@ -234,7 +234,7 @@ class Learning:
         share = self.batch_size // self._ranks.size
         self._part = slice(self._ranks.rank * share, (self._ranks.rank + 1) * share)
         self._raw, self._labels = self.x_train[:share].clone(), self.y_train[:share].clone()
-        self._inputs = self.normalise(self._raw.float() / 255.0).contiguous(memory_format=layout)
+        self._inputs = self.normalise(self._raw.float() / 255.0).contiguous(memory_format=torch.channels_last)
         self._losses = torch.zeros(len(self.x_train) // self.batch_size, device=self.device)
         self._steps = 0
         self._padding, self._flip = (problem.padding, problem.flip) if self.config["augment"] else (0, False)
