@@ -296,25 +296,3 @@ def test_a_single_class_works(kind):
     losses = train(optimizer, model, [(x, y)] * 20)
     assert losses[-1] < losses[0]
     assert optimizer.posterior().kl().isfinite()
-
-
-def test_out_of_memory_in_statistics_halves_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from noisygrad.optim import statistics
-
-    real, tried = statistics.fisher_passes, []
-
-    def scarce(*arguments: object, keep: int, **more: object) -> object:
-        tried.append(keep)
-        if keep > 4:
-            raise torch.OutOfMemoryError("no memory for so many")
-        return real(*arguments, keep=keep, **more)
-
-    monkeypatch.setattr(statistics, "fisher_passes", scarce)
-    model = ng.networks.MLP(3, (4,), 1)
-    optimizer = ng.NoisyKFAC(model, ng.Gaussian(), num_data=50, stats_every=1)
-    x, y = torch.randn(16, 3), torch.randn(16, 1)
-    with pytest.warns(UserWarning, match="4 examples"):
-        optimizer.step(lambda: (model(x), y))
-    optimizer.step(lambda: (model(x), y))
-    assert tried == [16, 8, 4, 4]
-    assert optimizer.stats_limit == 4

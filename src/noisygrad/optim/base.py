@@ -79,7 +79,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
     default_stats_every: ClassVar[int] = 1
     default_factor_every: ClassVar[int] = 1
     stats_limit: int | None = None
-    """How many examples of a batch there was memory for, once it did not suffice for the statistics of all."""
+    forward_limit: int | None = None
+    """How many examples of a batch there was memory for: for statistics, and for a forward pass of their own."""
     told_of_unseen = False
     _step_supports_amp_scaling = True  # a GradScaler hands over its scale and its verdict instead of waiting for them
 
@@ -145,8 +146,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
             for group in self.param_groups:
                 device = group["params"][0].device
                 group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).clone()
-        self._used = used
-        self._parts = [self.structure.group_part(index) for index in used]
+        self._used, self._parts = used, [self.structure.group_part(index) for index in used]
         parameters = list(self.structure.parameters.values())
         self.device = parameters[0].device
         self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from noisygrad.curvature.fisher import passes_after_backward
+from noisygrad.optim.afresh import evaluate_afresh
 from noisygrad.optim.losses import measure_loss
-from noisygrad.optim.statistics import take_statistics
 
 if TYPE_CHECKING:
     from noisygrad.optim.base import NoisyOptimizer
@@ -28,7 +29,7 @@ def evaluate(optimizer: NoisyOptimizer, closure: Closure) -> None:
     for _ in range(options.mc_samples):
         _evaluate_once(optimizer, closure, only=options.mc_samples == 1 and not afresh)
     if afresh:
-        _evaluate_afresh(optimizer, closure)
+        evaluate_afresh(optimizer, partial(_run, optimizer, closure))
 
 
 def _evaluate_once(optimizer: NoisyOptimizer, closure: Closure, *, only: bool) -> None:
@@ -70,29 +71,3 @@ def _run(optimizer: NoisyOptimizer, closure: Closure) -> tuple[Tensor, Tensor] |
 
 def _gradients(optimizer: NoisyOptimizer) -> list[Tensor | None]:
     return [parameter.grad for parameter in optimizer.structure.parameters.values()]
-
-
-def _evaluate_afresh(optimizer: NoisyOptimizer, closure: Closure) -> None:
-    """Statistics from a forward pass of their own: new weights, BatchNorm in evaluation mode."""
-    norms = [m for m in optimizer.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
-    pending = optimizer._pending
-    pending.settle()
-    draws, weights = pending.draws, pending.weights
-    with optimizer._drawn(True) as (_, capture):
-        for norm in norms:
-            norm.eval()
-        try:
-            result = _run(optimizer, closure)
-        finally:
-            for norm in norms:
-                norm.train()
-        if not isinstance(result, tuple):
-            raise TypeError('fisher_pass="fresh" needs a closure that returns (output, target)')
-        assert capture is not None
-        output, target = result
-        optimizer.likelihood.check(output, target)
-        with torch.autocast(optimizer.device.type, enabled=False):
-            output = output if output.dtype in {torch.float32, torch.float64} else output.float()
-            take_statistics(optimizer, capture, output, optimizer.likelihood.harmless(output, target))
-    # That draw has no gradient: the step must not count it.
-    pending.draws, pending.weights = draws, weights

@@ -34,17 +34,21 @@ def take_statistics(optimizer: NoisyOptimizer, capture: Capture, output: Tensor,
             # While a graph is recorded nothing can be tried again, and sums with earlier draws may be half done.
             if keep == 1 or not first or capturing():
                 raise
-        keep //= 2
         pending = optimizer._pending
         pending.statistics, pending.examples, pending.trails, pending.sound = {}, {}, [], True
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        optimizer.stats_limit = keep
-        warnings.warn(
-            f"out of memory while taking statistics: from now on they are taken from {keep} examples of a batch. "
-            f"stats_batch={keep} says so from the start",
-            stacklevel=2,
-        )
+        optimizer.stats_limit = keep = half_of(keep, f"stats_batch={keep // 2} says so from the start")
+
+
+def half_of(examples: int, advice: str) -> int:
+    """So many were too many for the memory: how many statistics are taken from instead, with a warning."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    warnings.warn(
+        f"out of memory while taking statistics: from now on they are taken from {examples // 2} examples of a batch. "
+        f"{advice}",
+        stacklevel=3,
+    )
+    return examples // 2
 
 
 def _take(optimizer: NoisyOptimizer, records: list[Record], output: Tensor, target: Tensor, keep: int) -> None:
