@@ -1,7 +1,6 @@
 """Running a plan: only what is missing, in one process or several or on a cluster, and whatever fails on the way."""
 
 import importlib
-import io
 import multiprocessing
 import os
 import signal
@@ -124,47 +123,6 @@ def test_without_a_terminal_plain_lines_go_to_the_error_stream(results, capsys):
     assert captured.out == ""
     assert len(captured.err.splitlines()) == 4
     assert "\x1b" not in captured.err
-
-
-def test_the_bar_shows_cells_figures_and_time_left(results, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    def slow(wanted, report):
-        for step in range(4):
-            time.sleep(0.12)
-            report(step / 4, f"epoch {step}")
-        return cells_of(wanted)
-
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "200")
-    run_jobs([job("yacht"), job("wine")], slow, results)
-    drawn = terminal.getvalue()
-    assert "0/6 cells" in drawn
-    assert "3/6 cells" in drawn
-    assert "wine NNG-MVG: epoch 2   last: yacht NNG-MVG rmse 1.333" in drawn
-    assert "s left" in drawn
-
-
-def test_the_running_figures_are_means_and_the_ends_of_curves():
-    figures = [{"kl": 0.0, "rmse": [3.0, 1.0], "empty": []}, {"kl": 0.0, "rmse": [3.0, 2.0], "empty": []}]
-    cells = [job().cell(EXPERIMENT, n, each, seconds=1.0, device="cpu") for n, each in enumerate(figures)]
-    assert runner._figures(cells) == "kl 0  rmse 1.5"
-    assert runner._figures([]) == ""
-
-
-def test_the_time_left_follows_the_expected_cost(monkeypatch):
-    monkeypatch.setattr(runner.time, "monotonic", lambda: 0.0)
-    display = runner._Display(None, 10, 0, cost=100.0)
-    monkeypatch.setattr(runner.time, "monotonic", lambda: 30.0)
-    assert display.left() is None
-    assert display.left(20.0) == pytest.approx(30.0 * 80 / 20)
-    display.finished(Job(data="yacht", method="BBB", replicates=(0, 1), config={}, cost=5.0), [])
-    assert display.left() == pytest.approx(30.0 * 90 / 10)
-    assert [runner._duration(seconds) for seconds in (4.4, 65, 7260)] == ["4 s", "1 min 05 s", "2 h 01 min"]
 
 
 def test_a_second_run_computes_only_what_is_missing(results, tmp_path):

@@ -137,7 +137,7 @@ def run_job(job: Job, report: Report, *, data_dir: str | None = None, device: st
         for number in range(rounds):
 
             def say(done: float, word: str, number: int = number) -> None:
-                report((number + done) / rounds, f"{job.data} {job.method} round {number + 1}, {word}")
+                report((number + done) / rounds, f"round {number + 1} of {rounds}, {word}")
 
             fitted = _fit(method, race, job.config, device, say, number)
             figures["rmse"].append(race.rmse(fitted))

@@ -170,7 +170,7 @@ def _run(
     path = None if checkpoints is None else Path(checkpoints) / f"{_file_name(job, seed)}.safetensors"
 
     def on_epoch(record: EpochRecord) -> dict[str, float]:
-        report(record.epoch / record.epochs, f"{job.data} {job.method} {seed} epoch {record.epoch}")
+        report(record.epoch / record.epochs, f"seed {seed}, epoch {record.epoch} of {record.epochs}")
         return {"test_accuracy": learning.test_accuracy(), **learning.losses()}
 
     strange = _strange_images(job.data, data_dir)  # before the training: nothing should be missing after it

@@ -75,11 +75,8 @@ def run_job(
     )
     seeds = [config["seed"] * 10_000 + SEEDS * number + k for number in job.replicates for k in range(repeats)]
 
-    def say(done: float, word: str) -> None:
-        report(done, f"{job.data} {job.method} {word}")
-
     with one_thread(device == "cpu"):
-        fitted = METHODS[job.method].fit(FewPoints(x, y, others, device, execution), seeds, config, say)
+        fitted = METHODS[job.method].fit(FewPoints(x, y, others, device, execution), seeds, config, report)
         mean, variance = fitted.moments(others)
         figures = {name: values.unflatten(0, (-1, repeats)) for name, values in fitted.diagnostics().items()}
     mean, variance = (part.cpu().unflatten(0, (-1, repeats)) for part in (mean, variance))

@@ -148,7 +148,7 @@ def fit(job: Job, data: Standardised, device: str, execution: Execution, report:
 
     def on_epoch(epoch: int) -> None:
         if epoch % every == 0:
-            report(epoch / epochs, f"{job.data} {job.method} epoch {epoch}")
+            report(epoch / epochs, f"epoch {epoch} of {epochs}")
 
     train_replicas(
         learner,
