@@ -23,8 +23,8 @@ def load(name: str) -> ModuleType:
     return module
 
 
-def test_the_page_is_made_from_the_results() -> None:
-    assert (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8") == load("page").page()
+def test_the_page_is_made_from_the_results(tmp_path: Path) -> None:
+    assert (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8") == load("page").page(tmp_path / "growth.png")
 
 
 def test_one_round_of_the_small_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

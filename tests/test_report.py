@@ -12,6 +12,7 @@ import rich.console
 from noisygrad import plots
 from noisygrad.palette import INK, ON_DARK
 from noisygrad.report import Column, Page, Table
+from noisygrad.report.tables import ComparisonTable, Entry
 
 REFERENCES = {"src", "srcset", "href", "poster", "data", "action", "background"}
 VOID = {"meta", "img", "source", "br", "link", "input"}
@@ -126,6 +127,28 @@ def test_table_on_a_terminal_has_the_same_numbers():
     text = console.export_text()
     for shown in ("<full>", "−1.50", "92", "log-lik. (nats)", "–"):
         assert shown in text
+
+
+def test_table_for_the_documentation_has_the_same_numbers():
+    assert example_table().markdown() == (
+        "| posterior | log-lik. (nats) | RMSE | inside (%) |\n"
+        "| --- | --- | --- | --- |\n"
+        "| point | −3.00 | **2.0** | 70 |\n"
+        "| &lt;full&gt; | **−1.50** | **2.0** | **92** |\n"
+        "| other | – | 3.0 | 99 |\n"
+    )
+
+
+def test_comparison_for_the_documentation_has_marks_and_a_legend():
+    known = Entry(ours="2.9", theirs="paper 3.0", verdict="better", note="2 of 3 splits")
+    rows = {"a|b": [known, Entry()]}
+    text = ComparisonTable(columns=("A", "B"), rows=rows, caption="", meanings={"better": "ours is"}).markdown()
+    assert text == (
+        "| data | A | B |\n| --- | --- | --- |\n"
+        "| a&#124;b | 2.9 ▲<br>*paper 3.0*<br>*2 of 3 splits* | – |\n\n▲ ours is\n"
+    )
+    unjudged = ComparisonTable(columns=("A",), rows={"a": [Entry(ours="1")]}, caption="").markdown()
+    assert unjudged == "| data | A |\n| --- | --- |\n| a | 1 |\n"
 
 
 def test_write_replaces_the_whole_file_or_nothing(tmp_path, monkeypatch):

@@ -178,4 +178,5 @@ def test_the_committed_acquisitions_of_hmc_are_near_the_papers() -> None:
             assert standing.difference is not None
             if standing.difference < -2.0:
                 short.append((name, metric))
-    assert short == [(name, RMSE_RANDOM) for name in ("concrete", "energy", "wine", "yacht")]  # docs/reproduce.md
+    # As docs/reproduce-few-labels.md says.
+    assert short == [(name, RMSE_RANDOM) for name in ("concrete", "energy", "wine", "yacht")]

@@ -55,7 +55,7 @@ _SAME = 1e-12
 _NO_VARIANCE = "the predictive variance is not finite"
 _CHUNK = 500
 """So many points of the pool are looked at together."""
-# Chosen on other trials (docs/reproduce.md). The Gamma(6, 6) of the regressions says as much as twelve
+# Chosen on other trials (docs/reproduce-few-labels.md). The Gamma(6, 6) of the regressions says as much as twelve
 # points, and with 29 of them leaves at least 0.29 of the target's variance to the noise.
 _NOISE_PRIOR = [0.3, 0.3]
 _HMC_NOISE_PRIOR = [1.0, 1.0]  # with 0.3, chains disagreed in every trial that was looked at (R̂ up to 1.11)

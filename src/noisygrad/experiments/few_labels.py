@@ -1,7 +1,8 @@
 """What the experiments with twenty labelled points share: the trials, and the methods as they are set there.
 
 The network has one hidden layer of ten units. Inputs and targets are standardised by the whole table, no method has a
-momentum, damping or trust region, and α̃ = β̃ = 0.01, as in the paper; what it leaves open is in `docs/reproduce.md`.
+momentum, damping or trust region, and α̃ = β̃ = 0.01, as in the paper; what it leaves open is in
+`docs/reproduce-few-labels.md`.
 """
 
 from __future__ import annotations

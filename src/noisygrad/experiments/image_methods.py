@@ -1,7 +1,7 @@
 """The methods of the classification experiments by the paper's names: their settings, and how a step of each is made.
 
 A configuration is a suffix of the method: `noisy-K-FAC/D+B` is trained with augmented data (D) and batch normalisation
-(B). Constants are those of the released code where it has any (`docs/reproduce.md`).
+(B). Constants are those of the released code where it has any (`docs/reproduce-classification.md`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def settings(method: str, configuration: str) -> Config:
 
     As in the released code, the Fisher keeps what is left of the identity it starts from. Without that, the first
     statistics of the network without batch norm, which are nearly zero, make the noise wider than the weights, and
-    nothing is learned (`docs/reproduce.md`).
+    nothing is learned (`docs/reproduce-classification.md`).
     """
     if method not in METHODS:
         raise UnknownImageMethodError(f"there is no method {method!r}; the methods are {', '.join(METHODS)}")

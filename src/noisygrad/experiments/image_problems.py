@@ -38,7 +38,7 @@ _CHOSEN: dict[tuple[str, str], Config] = {
     ("K-FAC+WD", "D"): {"prior_variance": 0.03},
     ("noisy-K-FAC", "D"): {"prior_variance": 0.03},
 }
-"""On CIFAR-10. `docs/reproduce.md` says which were tried on training images held out, and which follow from others."""
+"""On CIFAR-10. `docs/reproduce-classification.md` says which were tried on held-out images and which were not."""
 PROBLEMS = {
     "cifar10": Problem(
         "VGG16",

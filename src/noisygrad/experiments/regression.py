@@ -1,7 +1,7 @@
 """Table 1 of the paper and its supplement: test RMSE and log-likelihood on the UCI sets.
 
 A job is a data set and a method; its cells are the standard splits, trained together as replicas of one network.
-Protocol and constants are the paper's and its released code's (`docs/reproduce.md`).
+Protocol and constants are the paper's and its released code's (`docs/reproduce-regression.md`).
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from noisygrad.experiments.cells import Cell
 from noisygrad.experiments.configurations import CONFIGURATIONS, full_name, heading, parts
@@ -129,8 +130,8 @@ def ratio_sentence(study: Study, data: str) -> str:
     return f"The ECE of {WITHOUT_NOISE} as a multiple of that of {OURS}: {', '.join(found)}." if found else ""
 
 
-def add_reliability(page: Page, study: Study, data: str) -> None:
-    """One figure of K-FAC and noisy K-FAC, plain and with batch norm; nothing where no cell has bins."""
+def reliability_figure(study: Study, data: str) -> tuple[Figure, list[str]] | None:
+    """K-FAC and noisy K-FAC, plain and with batch norm, with the names of the panels; None where no cell has bins."""
     bins: dict[str, ReliabilityBins] = {}
     colours: dict[str, str] = {}
     for configuration in _DIAGRAMS:
@@ -140,14 +141,21 @@ def add_reliability(page: Page, study: Study, data: str) -> None:
             if first is not None:
                 name = f"{method}, {configuration}"
                 bins[name], colours[name] = reliability_of(first), method_colour(method)
-    if not bins:
+    return (reliability_of_bins(bins, colours=colours, columns=2), list(bins)) if bins else None
+
+
+def add_reliability(page: Page, study: Study, data: str) -> None:
+    """The reliability diagrams, where there are any."""
+    found = reliability_figure(study, data)
+    if found is None:
         return
+    figure, names = found
     page.section("Classification: reliability")
     page.figure(
-        reliability_of_bins(bins, colours=colours, columns=2),
+        figure,
         caption="How often a prediction is right, by how sure it is; below, the share of the test images in each bin. "
         "Of each method its first seed. Hatched is the gap between confidence and accuracy, the ECE its mean.",
-        alt=f"Reliability diagrams of {'; '.join(bins)}.",
+        alt=f"Reliability diagrams of {'; '.join(names)}.",
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from scipy import stats
 
@@ -216,7 +217,7 @@ def sections(results: Path, page: Page) -> None:
     page.tiles(_tiles(study, tasks))
     panels = _panels(study, tasks)
     page.figure(
-        quartile_panels(panels, x_label="iteration", y_label="return", columns=min(3, len(tasks))),
+        returns_figure(study),
         caption="Median over the seeds, and interquartile range; dashed are conditions without a model.",
         alt="Learning curves. Area under the median curve: "
         + "; ".join(
@@ -235,6 +236,12 @@ def sections(results: Path, page: Page) -> None:
     page.table(wall_time_table(study, "Wall time of the jobs, some of which shared a processor", corner="task"))
     add_settings(page, study)
     add_environment(page, study)
+
+
+def returns_figure(study: Study) -> Figure:
+    """Figure 3: the returns of all conditions, a panel for each task."""
+    tasks = _tasks(study)
+    return quartile_panels(_panels(study, tasks), x_label="iteration", y_label="return", columns=min(3, len(tasks)))
 
 
 def gaps(study: Study, tasks: Sequence[str]) -> list[str]:

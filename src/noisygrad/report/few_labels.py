@@ -27,7 +27,7 @@ LOG_CORRELATION = Metric(key="log_correlation", title="correlation of log varian
 RATIO = Metric(key="ratio", title="median ratio of variances to HMC's", better="nearest to 1")
 _LARGEST_RHAT = HMCSettings().largest_rhat
 _MAGNITUDE = "NNG-BlkTri/lambda=1.4"
-"""The recipe for variances of the right magnitude, chosen on HMC's for four of the sets (docs/reproduce.md)."""
+"""For variances of the right magnitude, chosen on HMC's for four of the sets (docs/reproduce-few-labels.md)."""
 _DRAWN = ("NNG-FFG", "NNG-MVG", "NNG-BlkTri")
 
 

@@ -108,14 +108,25 @@ class Table:
                 cells.append(f"<td{_number_class(column)}>{content}</td>")
         return "".join(cells)
 
+    def markdown(self) -> str:
+        """For the documentation; the best values are bold. The caption is left to the text around it."""
+        lines = [
+            [f"**{_plain(text)}**" if best else _plain(text) for text, best in zip(texts, marks, strict=True)]
+            for texts, marks in zip(self._texts(), self._marks(), strict=True)
+        ]
+        return _markdown([column.title for column in self.columns], lines)
+
+    def _texts(self) -> list[list[str]]:
+        return [[column.text(row.get(column.key)) for column in self.columns] for row in self.rows]
+
     def rich(self) -> rich.table.Table:
         """For a terminal; the best values are bold and green."""
         drawn = rich.table.Table(title=self.caption, title_justify="left", title_style="bold")
         for column in self.columns:
             drawn.add_column(column.title, justify="left" if column.digits is None else "right")
-        for row, marks in zip(self.rows, self._marks(), strict=True):
-            texts = [rich.markup.escape(column.text(row.get(column.key))) for column in self.columns]
-            drawn.add_row(*(f"[bold green]{t}[/]" if best else t for t, best in zip(texts, marks, strict=True)))
+        for texts, marks in zip(self._texts(), self._marks(), strict=True):
+            shown = map(rich.markup.escape, texts)
+            drawn.add_row(*(f"[bold green]{t}[/]" if best else t for t, best in zip(shown, marks, strict=True)))
         return drawn
 
 
@@ -148,6 +159,12 @@ class Entry:
         lines += [f'<span class="theirs">{html.escape(self.theirs)}</span>'] if self.theirs else []
         lines += [f'<span class="note">{html.escape(self.note)}</span>'] if self.note else []
         return f'<td class="{classes}"{tooltip}>{"".join(lines)}</td>'
+
+    def markdown(self) -> str:
+        """For the documentation, with the same marks."""
+        mark = f" {MARKS[self.verdict]}" if self.verdict else ""
+        below = (f"*{_plain(text)}*" for text in (self.theirs, self.note) if text)
+        return "<br>".join((_plain(self.ours) + mark, *below))
 
     def rich(self) -> str:
         """For a terminal, with the same marks."""
@@ -187,15 +204,26 @@ class ComparisonTable:
             f'<tr><th scope="row">{html.escape(name)}</th>{"".join(entry.html() for entry in entries)}</tr>'
             for name, entries in self.rows.items()
         )
-        judged = self.legend and any(entry.verdict for entries in self.rows.values() for entry in entries)
         return (
-            (_legend(self.meanings) + "\n" if judged else "")
+            (_legend(self.meanings) + "\n" if self._judged else "")
             + f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(self.caption)}">\n'
             f'<table class="comparison">\n<caption>{html.escape(self.caption)}</caption>\n'
             f'<thead><tr><th scope="col">{html.escape(self.corner)}</th>{heads}</tr></thead>\n<tbody>\n'
             + "\n".join(lines)
             + "\n</tbody>\n</table>\n</div>"
         )
+
+    def markdown(self) -> str:
+        """For the documentation: the table, and the legend if anything is judged."""
+        lines = [[_plain(name), *(entry.markdown() for entry in entries)] for name, entries in self.rows.items()]
+        table = _markdown([self.corner, *self.columns], lines)
+        if not self._judged:
+            return table
+        return table + "\n" + ", ".join(f"{MARKS[name]} {text}" for name, text in self.meanings.items()) + "\n"
+
+    @property
+    def _judged(self) -> bool:
+        return self.legend and any(entry.verdict for entries in self.rows.values() for entry in entries)
 
     def rich(self) -> rich.table.Table:
         """For a terminal."""
@@ -214,3 +242,14 @@ def _legend(meanings: Mapping[Verdict, str]) -> str:
         for name, text in meanings.items()
     )
     return f'<p class="legend">{" ".join(words)}</p>'
+
+
+def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The heads as they are given, the rows made plain before."""
+    lines = [[_plain(head) for head in heads], ["---"] * len(heads), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _plain(text: str) -> str:
+    """Nothing in it is read as HTML or as the end of a cell."""
+    return html.escape(text, quote=False).replace("|", "&#124;")

@@ -1,0 +1,143 @@
+"""The documentation's page of results with its pictures, from `results/` and nothing else.
+
+python docs/make_results.py     # writes docs/results.md, and two pictures into docs/assets
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from noisygrad.experiments import active_learning, exploration_conditions, hmc_correlation
+from noisygrad.experiments.cells import Results
+from noisygrad.experiments.configurations import CONFIGURATIONS, heading
+from noisygrad.report import calibration, classification, exploration, few_labels, image_aims, paper, regression
+from noisygrad.report.comparison import ACCURACY, ECE, NLL
+from noisygrad.report.study import Study
+from noisygrad.report.tables import Column, Table
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "results"
+ASSETS = ROOT / "docs" / "assets"
+CIFAR = paper.TABLE_2_DATA
+
+HEAD = """# Results
+
+The paper's tables and figures beside ours. `docs/make_results.py` makes this page from the files in `results/`, and
+`noisygrad report` a longer one, with every method, every plot and the settings, versions and devices of each cell.
+Marks compare ours with the paper's figure, which stands below it. How each experiment was done, and what differs from
+the paper and why, is on the pages of [regression](reproduce-regression.md),
+[classification](reproduce-classification.md), [few labels](reproduce-few-labels.md) and [exploration](exploration.md).
+"""
+
+
+def studies() -> dict[str, Study]:
+    """The cells of each experiment."""
+    return {
+        "regression": Study(Results(RESULTS, "regression").load()),
+        "classification": Study(Results(RESULTS, "classification").load(), image_aims.ORDER),
+        "held out": Study(Results(RESULTS, "classification-validation").load()),
+        "correlation": few_labels.correlation_study(Results(RESULTS, hmc_correlation.EXPERIMENT).load()),
+        "active": few_labels.active_study(Results(RESULTS, active_learning.EXPERIMENT).load()),
+        "exploration": exploration.exploration_study(Results(RESULTS, exploration_conditions.EXPERIMENT).load()),
+    }
+
+
+def page(found: dict[str, Study]) -> str:
+    """The whole page."""
+    parts = [HEAD, *_regression(found["regression"]), *_classification(found["classification"])]
+    parts += _held_out(found["held out"])
+    parts += [*_few_labels(found["correlation"], found["active"]), *_exploration(found["exploration"])]
+    return "\n".join(parts)
+
+
+def pictures(found: dict[str, Study]) -> None:
+    """The reliability diagrams and the learning curves."""
+    reliability = calibration.reliability_figure(found["classification"], CIFAR)
+    assert reliability is not None
+    reliability[0].savefig(ASSETS / "reliability.png", dpi=110)
+    exploration.returns_figure(found["exploration"]).savefig(ASSETS / "exploration.png", dpi=110)
+
+
+def _regression(study: Study) -> list[str]:
+    parts = [
+        "## Regression: Table 1\n",
+        "Mean ± standard error over the splits. Naval is two tasks, and each figure is compared with that for the "
+        "same one.\n",
+    ]
+    for metric in regression.METRICS:
+        table = regression.comparison_table(study, paper.TABLE_1_METHODS, study.data, metric)
+        parts += [f"### {metric.title[:1].upper()}{metric.title[1:]}\n", table.markdown()]
+    return parts
+
+
+def _classification(study: Study) -> list[str]:
+    table, many = classification.accuracy_table(study), classification.many_draws_table(study)
+    parts = ["## Classification: Table 2\n", f"CIFAR-10 with the paper's VGG16. {table.caption}\n", table.markdown()]
+    if many is not None:
+        parts += [f"{many.caption}\n", many.markdown()]
+    parts.append("### Calibration\n")
+    for configuration in CONFIGURATIONS:
+        methods = calibration.methods_in(study, CIFAR, configuration)
+        title = heading(configuration)
+        parts += [f"{title}:\n", calibration.scores_table(study, CIFAR, methods, title).markdown()]
+    parts += [
+        "H is the entropy of a prediction and MI the mutual information of label and weights: how well each tells "
+        "images of SVHN from the test images.\n",
+        "![Reliability diagrams of K-FAC and noisy K-FAC, plain and with batch norm](assets/reliability.png)\n",
+        "### Where it falls short\n",
+    ]
+    missed = image_aims.shortfalls(study)
+    parts.append("".join(f"- {each.sentence}\n" for each in missed) or "Nothing that is measured falls short.\n")
+    return parts
+
+
+def _held_out(study: Study) -> list[str]:
+    metrics = {ACCURACY: ("accuracy", "%", 2), NLL: ("nll", "nats", 3), ECE: ("ECE", "", 3)}
+    rows = []
+    for method in sorted(study.methods):
+        cell = study.of(method, CIFAR)[0]
+        name, _, changes = method.partition(" ")
+        figures = {metric.key: cell.metrics.get(metric.key) for metric in metrics}
+        rows.append({"method": name, "with": changes, "epochs": str(cell.config["epochs"]), **figures})
+    texts = {"method": "method", "with": "with", "epochs": "epochs"}
+    columns = [Column(key=key, header=header) for key, header in texts.items()]
+    columns += [Column(key=m.key, header=title, unit=unit, digits=n) for m, (title, unit, n) in metrics.items()]
+    table = Table(columns=columns, rows=rows, caption="held out")
+    return [
+        "### Settings tried on held-out images\n",
+        "Each one training on nine tenths of the training images, measured on the other tenth; a dash where the loss "
+        "was no longer finite. What is not named is as in the table above, or as it then was.\n",
+        table.markdown(),
+    ]
+
+
+def _few_labels(correlation: Study, active: Study) -> list[str]:
+    first = few_labels.correlation_table(correlation, paper.TABLE_3_METHODS, correlation.data)
+    second = few_labels.active_table(active, paper.TABLE_4_METHODS, active.data)
+    return [
+        "## Variances beside HMC's: Table 3\n",
+        f"{first.caption}.\n",
+        first.markdown(),
+        "## Active learning: Table 4\n",
+        f"{second.caption}.\n",
+        second.markdown(),
+    ]
+
+
+def _exploration(study: Study) -> list[str]:
+    tasks = [task for task in exploration_conditions.ITERATIONS if task in study.data]
+    table = exploration.area_table(study, study.methods, tasks)
+    return [
+        "## Exploration: Figure 3\n",
+        "![Returns on three tasks with sparse rewards: medians and quartiles over the seeds](assets/exploration.png)\n",
+        f"{table.caption}.\n",
+        table.markdown(),
+    ]
+
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    made = studies()
+    (ROOT / "docs" / "results.md").write_text(page(made), encoding="utf-8")
+    pictures(made)
