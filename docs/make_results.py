@@ -1,6 +1,6 @@
-"""The documentation's page of results with its pictures, from `results/` and nothing else.
+"""The documentation's page of results with its pictures, and the README's few figures, from `results/` alone.
 
-python docs/make_results.py     # writes docs/results.md, and two pictures into docs/assets
+python docs/make_results.py     # writes docs/results.md, two pictures into docs/assets, and a part of README.md
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from noisygrad.experiments import active_learning, exploration_conditions, hmc_correlation
 from noisygrad.experiments.cells import Results
-from noisygrad.experiments.configurations import CONFIGURATIONS, heading
+from noisygrad.experiments.configurations import CONFIGURATIONS, full_name, heading
 from noisygrad.report import calibration, classification, exploration, few_labels, image_aims, paper, regression
 from noisygrad.report.comparison import ACCURACY, ECE, NLL
 from noisygrad.report.study import Study
@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 ASSETS = ROOT / "docs" / "assets"
 CIFAR = paper.TABLE_2_DATA
+MARKS = ("<!-- results: made by docs/make_results.py -->", "<!-- end of results -->")
 
 HEAD = """# Results
 
@@ -49,6 +50,34 @@ def page(found: dict[str, Study]) -> str:
     parts += _held_out(found["held out"])
     parts += [*_few_labels(found["correlation"], found["active"]), *_exploration(found["exploration"])]
     return "\n".join(parts)
+
+
+def readme(text: str, found: dict[str, Study]) -> str:
+    """The README with the figures between its two marks made anew."""
+    before, start, rest = text.partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not start or not end:
+        raise ValueError(f"the README has no place for the results: {' … '.join(MARKS)}")
+    return f"{before}{start}\n\n{_headline(found['classification'])}\n{end}{after}"
+
+
+def _headline(study: Study) -> str:
+    """Noisy K-FAC beside K-FAC: accuracy, and whether they know when they are wrong."""
+    columns = [Column(key="data", header="CIFAR-10, VGG16")]
+    for method in (calibration.WITHOUT_NOISE, calibration.OURS):
+        columns += [
+            Column(key=f"{method} {ACCURACY.key}", header=method, unit="%", digits=1),
+            Column(key=f"{method} {ECE.key}", header=f"ECE of {method}", digits=3),
+        ]
+    rows = []
+    for configuration in CONFIGURATIONS:
+        row: dict[str, str | float | None] = {"data": CONFIGURATIONS[configuration]}
+        for method in (calibration.WITHOUT_NOISE, calibration.OURS):
+            for metric in (ACCURACY, ECE):
+                estimate = study.estimate(full_name(method, configuration), CIFAR, metric)
+                row[f"{method} {metric.key}"] = None if estimate is None else estimate.mean
+        rows.append(row)
+    return Table(columns=columns, rows=rows, caption="accuracy and calibration").markdown()
 
 
 def pictures(found: dict[str, Study]) -> None:
@@ -140,4 +169,6 @@ if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     made = studies()
     (ROOT / "docs" / "results.md").write_text(page(made), encoding="utf-8")
+    page_of_all = ROOT / "README.md"
+    page_of_all.write_text(readme(page_of_all.read_text(encoding="utf-8"), made), encoding="utf-8")
     pictures(made)

@@ -25,6 +25,8 @@ def test_the_page_is_made_from_the_results(maker: ModuleType, tmp_path: Path, mo
     found = maker.studies()
     made = maker.page(found)
     assert (ROOT / "docs" / "results.md").read_text(encoding="utf-8") == made, "run python docs/make_results.py"
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert maker.readme(text, found) == text, "run python docs/make_results.py"
     monkeypatch.setattr(maker, "ASSETS", tmp_path)
     maker.pictures(found)
     named = {path.name for path in tmp_path.iterdir()}
