@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from noisygrad.distributed import processes
+from noisygrad.posterior.inputs import Call
 
 
 def running_norms(model: nn.Module) -> dict[str, _BatchNorm]:
@@ -38,24 +39,24 @@ def running_norms(model: nn.Module) -> dict[str, _BatchNorm]:
     return norms
 
 
-def norm_batches(data: Tensor, batch_size: int | None, dim: int) -> list[Tensor]:
+def norm_batches(data: Call, batch_size: int | None, dim_of: Callable[[Tensor], int]) -> list[Call]:
     """The examples in batches of nearly the same size, at least two in each: every k-th one, in case they are sorted.
 
     Raises:
         ValueError: There are fewer than two.
     """
-    count = data.shape[dim] if data.dim() > dim else 0
+    count = data.examples(dim_of)
     if count < 2:
         raise ValueError(f"norm_data must have at least two examples to have statistics, got {count}")
     batches = 1 if batch_size is None else min(math.ceil(count / batch_size), count // 2)
-    return [data[(slice(None),) * dim + (slice(first, None, batches),)] for first in range(batches)]
+    return [data.chosen(slice(first, None, batches), dim_of) for first in range(batches)]
 
 
 def own_statistics(
     norms: Mapping[str, _BatchNorm],
     buffers: Mapping[str, Tensor],
-    parts: Iterable[Tensor],
-    forward: Callable[[dict[str, Tensor], Tensor], Tensor],
+    parts: Iterable[Call],
+    forward: Callable[[dict[str, Tensor], Call], Tensor],
 ) -> dict[str, Tensor]:
     """The model's buffers with the statistics of these inputs in place of the running ones.
 

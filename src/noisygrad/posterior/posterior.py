@@ -24,6 +24,7 @@ from noisygrad.posterior.blocks import Block, Family
 from noisygrad.posterior.coverage import Coverage
 from noisygrad.posterior.faults import naming_layers
 from noisygrad.posterior.files import save_posterior
+from noisygrad.posterior.inputs import Call, Inputs
 from noisygrad.posterior.normalisation import norm_batches, own_statistics, running_norms
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import LARGEST_DENSE, Structure, parameter_order
@@ -179,11 +180,11 @@ class Posterior:
     @torch.no_grad()
     def elbo(
         self,
-        loader: Iterable[tuple[Tensor, Tensor]],
+        loader: Iterable[tuple[Inputs, Tensor]],
         num_samples: int = 10,
         generator: torch.Generator | None = None,
         *,
-        norm_data: Tensor | None = None,
+        norm_data: Inputs | None = None,
     ) -> Tensor:
         """−N · E_q[nll] − λ (KL of weights + KL of noise), in nats; `loader` yields (x, y) batches of the data.
 
@@ -197,21 +198,22 @@ class Posterior:
     @torch.no_grad()
     def expected_nll(
         self,
-        loader: Iterable[tuple[Tensor, Tensor]],
+        loader: Iterable[tuple[Inputs, Tensor]],
         num_samples: int = 10,
         generator: torch.Generator | None = None,
         *,
-        norm_data: Tensor | None = None,
+        norm_data: Inputs | None = None,
     ) -> Tensor:
         """E_q of the negative log-likelihood per datum (not that of the predictive mixture), per replica."""
         num_samples = _positive("num_samples", num_samples)
-        total, count = torch.zeros(self.structure.replicas, device=self._mean.flat.device), 0
+        device = self._mean.flat.device
+        total, count = torch.zeros(self.structure.replicas, device=device), 0
         with evaluating(self.model):
             draws = list(self._draws(num_samples, generator, norm_data, None))
             for x, y in loader:
+                call, target = Call.of(x).moved(device), y.to(device, non_blocking=True)
                 for weights, buffers in draws:
-                    output = self._forward(weights, buffers, self._moved(x))
-                    target = self._moved(y)
+                    output = self._forward(weights, buffers, call)
                     self.likelihood.check(output, target)
                     total = total - self.likelihood.log_prob(output, target).sum(dim=-1)
                 count += y.shape[len(self.structure.replicas)]
@@ -222,17 +224,17 @@ class Posterior:
     @torch.no_grad()
     def predict(
         self,
-        x: Tensor,
+        x: Inputs,
         num_samples: int = 100,
         *,
         batch_size: int | None = None,
-        norm_data: Tensor | None = None,
+        norm_data: Inputs | None = None,
         generator: torch.Generator | None = None,
     ) -> Prediction:
         """What the model says of `x`, averaged over `num_samples` draws of the weights, in evaluation mode.
 
         Args:
-            x: Inputs.
+            x: Inputs: a tensor, or a tuple or dictionary of tensors for `model(*x)` or `model(**x)`.
             num_samples: Draws of the weights. A point estimate needs, and uses, one.
             batch_size: Examples at a time; every batch sees the same draws.
             norm_data: Some hundred inputs of the training set, drawn at random, for a model with batch normalisation:
@@ -247,56 +249,52 @@ class Posterior:
     @torch.no_grad()
     def outputs(
         self,
-        x: Tensor,
+        x: Inputs,
         num_samples: int = 100,
         *,
         batch_size: int | None = None,
-        norm_data: Tensor | None = None,
+        norm_data: Inputs | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """The network's raw outputs for each draw, `[num_samples, *replicas, batch, ...]`; else as `predict`."""
         num_samples = _positive("num_samples", num_samples) if self._precisions else 1
-        _check_tensor(x)
+        call, device = Call.of(x), self._mean.flat.device
         size = None if batch_size is None else _positive("batch_size", batch_size)
-        parts = x.split(size, dim=self._examples_dim(x)) if size is not None else (x,)
+        parts = [call] if size is None else list(call.batches(size, self._examples_dim))
         lead = len(self.structure.replicas)
         with evaluating(self.model):
             found = []
             for weights, buffers in self._draws(num_samples, generator, norm_data, size):
-                outputs = [self._forward(weights, buffers, self._moved(part)) for part in parts]
+                outputs = [self._forward(weights, buffers, part.moved(device)) for part in parts]
                 found.append(torch.cat(outputs, dim=lead))
         return torch.stack(found)
 
     def _draws(
-        self, count: int, generator: torch.Generator | None, norm_data: Tensor | None, batch_size: int | None
+        self, count: int, generator: torch.Generator | None, norm_data: Inputs | None, batch_size: int | None
     ) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
         """Weights and buffers of each draw: the model's own, or with statistics of the draw's."""
         norms, parts = {}, []
         if norm_data is not None:
-            _check_tensor(norm_data)
             norms = running_norms(self.model)
-            parts = norm_batches(norm_data, batch_size, self._examples_dim(norm_data))
+            parts = norm_batches(Call.of(norm_data), batch_size, self._examples_dim)
         for _ in range(count):
             weights, buffers = self._as_dict(self._draw(generator)), self._buffers
             if norms:
-                buffers = own_statistics(norms, buffers, map(self._moved, parts), partial(self._forward, weights))
+                moved = (part.moved(self._mean.flat.device) for part in parts)
+                buffers = own_statistics(norms, buffers, moved, partial(self._forward, weights))
             yield weights, buffers
 
     def _examples_dim(self, x: Tensor) -> int:
         return 0 if x.dim() <= 2 else len(self.structure.replicas)
 
-    def _forward(self, weights: dict[str, Tensor], buffers: dict[str, Tensor], x: Tensor) -> Tensor:
-        output = functional_call(self.model, (weights, buffers), (x,))
+    def _forward(self, weights: dict[str, Tensor], buffers: dict[str, Tensor], call: Call) -> Tensor:
+        output = functional_call(self.model, (weights, buffers), call.args, call.kwargs)
         if not isinstance(output, Tensor):
             raise TypeError(f"the model must return one tensor, got {type(output).__name__}")
         return output
 
     def _as_dict(self, flat: Tensor) -> dict[str, Tensor]:
         return FlatWeights(self.structure, flat).as_dict()
-
-    def _moved(self, tensor: Tensor) -> Tensor:
-        _check_tensor(tensor)
-        return tensor.to(self._mean.flat.device, non_blocking=True)
 
     def _sum(self, values: Iterable[Tensor]) -> Tensor:
         return torch.stack(list(values)).sum(dim=0)
@@ -310,8 +308,3 @@ def _positive(name: str, value: int) -> int:
     if not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
     return int(value)
-
-
-def _check_tensor(data: object) -> None:
-    if not isinstance(data, Tensor):
-        raise TypeError(f"data must be tensors, got {type(data).__name__}: torch.as_tensor makes one")

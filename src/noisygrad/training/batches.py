@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Batch = tuple[Tensor, Tensor]
+from noisygrad.posterior.inputs import Inputs, moved_inputs
+
+Batch = tuple[Inputs, Tensor]
 Data = tuple[Tensor, Tensor] | list[Tensor] | Iterable[Any]
-"""A pair of tensors (x, y), or anything that yields such pairs, such as a DataLoader."""
+"""A pair of tensors (x, y), or anything that yields pairs, such as a DataLoader, with several inputs in place of x."""
 
 _GATHERED_BYTES = 64 << 20
 """How much of a shuffled epoch is copied at a time: one large copy is cheaper than one for each batch."""
@@ -120,12 +122,12 @@ class LoaderBatches:
             if holder is not None and hasattr(holder, "set_epoch"):
                 holder.set_epoch(epoch)
         for batch in self._loader:
-            if not isinstance(batch, tuple | list) or len(batch) != 2 or not all(isinstance(t, Tensor) for t in batch):
-                raise ValueError(
-                    f"data must yield pairs of tensors (x, y); it yielded {_described(batch)}. For other batches give "
-                    "`step`, and a loader that collates them into two tensors"
-                )
-            x, y = (tensor.to(self.device, non_blocking=True) for tensor in batch)
+            if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[1], Tensor):
+                raise _unsuitable(batch)
+            try:
+                x, y = moved_inputs(batch[0], self.device), batch[1].to(self.device, non_blocking=True)
+            except TypeError:
+                raise _unsuitable(batch) from None
             yield (x, y), y.shape[self._lead]
 
 
@@ -166,6 +168,13 @@ def _shapes(x: Tensor, y: Tensor) -> str:
 
 def _shape(replicas: torch.Size, rest: str) -> str:
     return f"[{', '.join(map(str, replicas))}, {rest}]"
+
+
+def _unsuitable(batch: Any) -> ValueError:
+    return ValueError(
+        "data must yield pairs of tensors (x, y), where x may be several in a tuple or a dictionary; it yielded "
+        f"{_described(batch)}. Let the loader collate its batches so"
+    )
 
 
 def _described(batch: Any) -> str:

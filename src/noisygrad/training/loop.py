@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from noisygrad.distributed import of_every_process, processes
 from noisygrad.optim import NoisyOptimizer
+from noisygrad.posterior.inputs import Call, Inputs
 from noisygrad.training.batches import Data, LoaderBatches, TensorBatches
 from noisygrad.training.checkpoint import (
     CheckpointError,
@@ -28,7 +29,7 @@ from noisygrad.training.checkpoint import (
 from noisygrad.training.history import EpochRecord, History
 from noisygrad.training.progress import Reporter, Show, reporter
 
-Step = Callable[[Tensor, Tensor], Tensor]
+Step = Callable[[Any, Tensor], Tensor]
 """From a batch (x, y) to its loss, having made the step."""
 OnEpoch = Callable[[EpochRecord], Mapping[str, float] | None]
 
@@ -58,6 +59,7 @@ def train(
         optimizer: A noisy optimiser; with `step`, any optimiser.
         data: A pair of tensors (x, y) in memory, or an iterable of such pairs (a DataLoader), whose batches are moved
             to the optimiser's device. With replicas a tensor is `[*replicas, N, ...]`, or `[N, ...]` if they share it.
+            A model with several inputs takes an iterable, with a tuple or a dictionary of tensors in place of x.
         epochs: How many epochs there are in all, those before a resume included.
         batch_size: For tensors: examples per batch; None takes all at once.
         model: What `step` calls; by default the model as the optimiser was given it, wrapped or compiled. Its
@@ -222,8 +224,9 @@ def _noisy_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> Step:
         )
     noisy = optimizer
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        return noisy.step(lambda: (model(x), y))
+    def step(x: Inputs, y: Tensor) -> Tensor:
+        call = Call.of(x)
+        return noisy.step(lambda: (call(model), y))
 
     return step
 
