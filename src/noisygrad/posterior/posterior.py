@@ -28,6 +28,7 @@ from noisygrad.posterior.inputs import Call, Inputs
 from noisygrad.posterior.normalisation import norm_batches, own_statistics, running_norms
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import LARGEST_DENSE, Structure, parameter_order
+from noisygrad.posterior.summary import Summary, summary_of
 from noisygrad.posterior.weights import FlatWeights, evaluating
 from noisygrad.predictions import Prediction
 from noisygrad.priors import FittedPrior
@@ -129,6 +130,10 @@ class Posterior:
             block.name: block.total(kl_divergence(precision, self._gammas[block.name], block.vector(difference), scale))
             for block, precision in self.noisy_blocks()
         }
+
+    def summary(self) -> Summary:
+        """How wide the posterior is, what it cost and how much of it the data determine, block by block; print it."""
+        return summary_of(self)
 
     def std(self) -> dict[str, Tensor]:
         """Marginal standard deviation of each weight, for small networks (through the dense covariance)."""

@@ -1,0 +1,130 @@
+"""What a posterior has learned, piece by piece: how wide it is, what it cost, how much of it the data determine."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from noisygrad.families.base import Precision, Prior
+from noisygrad.families.kl import kl_divergence
+from noisygrad.posterior.blocks import Block
+
+if TYPE_CHECKING:
+    from noisygrad.posterior.posterior import Posterior
+
+_UNDETERMINED = 0.01
+"""Below this share of its weights a piece is said to be as before the data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PieceSummary:
+    """A block, or a layer of a diagonal one; of several replicas the means."""
+
+    name: str
+    weights: int
+    mean: float
+    """The size of the mean weights: the root of their mean square."""
+    width: float
+    """The size of the noise: the root of the mean posterior variance."""
+    kl: float
+    """KL(q ‖ prior) in nats."""
+    determined: float
+    """How many of the weights the data determine: n − tr(Γ P⁻¹). 0 where the posterior is the prior, n where the prior
+    does not matter."""
+
+    @property
+    def note(self) -> str:
+        """A word on what may be wrong; empty where nothing strikes."""
+        if self.determined < _UNDETERMINED * self.weights:
+            return "as before the data"
+        return "noise above signal" if self.width > self.mean else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """All pieces of a posterior; `print` it."""
+
+    pieces: tuple[PieceSummary, ...]
+    num_data: int
+    kl_weight: float
+
+    @property
+    def kl(self) -> float:
+        """Of all weights, in nats."""
+        return sum(piece.kl for piece in self.pieces)
+
+    def __str__(self) -> str:
+        header = ("block", "weights", "mean", "width", "width/mean", "KL", "KL/weight", "determined", "")
+        table = [header, *map(_row, self.pieces)]
+        widths = [max(len(row[column]) for row in table) for column in range(len(header))]
+        lines = [_line(row, widths) for row in table]
+        weights, determined = (sum(getattr(p, name) for p in self.pieces) for name in ("weights", "determined"))
+        counted = self.num_data / self.kl_weight
+        last = (
+            f"{weights} noisy weights, of which the data determine {determined:.4g}. KL to the prior: {self.kl:.4g} "
+            f"nats, {self.kl / counted:.4g} for each of {counted:.6g} data (N/λ)."
+        )
+        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], "", last])
+
+    __repr__ = __str__
+
+
+def _row(piece: PieceSummary) -> tuple[str, ...]:
+    return (
+        piece.name,
+        str(piece.weights),
+        f"{piece.mean:.3g}",
+        f"{piece.width:.3g}",
+        f"{piece.width / piece.mean:.2f}" if piece.mean else "∞",
+        f"{piece.kl:.4g}",
+        f"{piece.kl / piece.weights:.3g}",
+        f"{piece.determined / piece.weights:.1%}",
+        piece.note,
+    )
+
+
+def _line(row: tuple[str, ...], widths: list[int]) -> str:
+    first, *numbers, note = row
+    cells = [number.rjust(width) for number, width in zip(numbers, widths[1:-1], strict=True)]
+    return "  ".join([first.ljust(widths[0]), *cells, note]).rstrip()
+
+
+def summary_of(posterior: Posterior) -> Summary:
+    """The summary of a posterior; raises ValueError for a point estimate."""
+    scale = posterior.num_data / posterior.kl_weight
+    mean = posterior._mean.flat
+    difference = mean - posterior.priors.mean
+    found = []
+    for block, precision, gamma in _pieces(posterior):
+        identity = block.prior(lambda name: 1.0, mean.dtype, mean.device)
+        squares = block.total(block.vector(mean).square().sum(-1))
+        variances = block.total(precision.trace(identity)) / scale
+        kl = block.total(kl_divergence(precision, gamma, block.vector(difference), scale))
+        piece = PieceSummary(
+            name=block.name,
+            weights=block.size,
+            mean=math.sqrt(float(squares.mean()) / block.size),
+            width=math.sqrt(float(variances.mean()) / block.size),
+            kl=float(kl.mean()),
+            determined=block.size - float(block.total(precision.trace(gamma)).mean()),
+        )
+        found.append(piece)
+    return Summary(pieces=tuple(found), num_data=posterior.num_data, kl_weight=posterior.kl_weight)
+
+
+def _pieces(posterior: Posterior) -> Iterator[tuple[Block, Precision, Prior]]:
+    """The noisy blocks; a diagonal one layer by layer, since its weights have nothing to do with each other."""
+    for block, precision in posterior.noisy_blocks():
+        gamma = posterior._gammas[block.name]
+        if block.family != "diagonal":
+            yield block, precision, gamma
+            continue
+        first = 0
+        for unit in block.units:
+            piece = dataclasses.replace(block, name=unit.name, units=(unit,), start=block.start + first)
+            rows = slice(first, first + unit.size)
+            yield piece, precision.map(lambda t, rows=rows: t[..., rows]), gamma.map(lambda t, rows=rows: t[..., rows])
+            first += unit.size
