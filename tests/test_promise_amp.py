@@ -176,3 +176,42 @@ def test_a_parameter_set_by_hand_wins_over_the_kept_digits():
     with optimizer.sampled():
         assert (optimizer.mean.flat != kept).sum() == 1
     assert optimizer.posterior().mean["0.weight"][0, 0] == 3.0
+
+
+class Watched(torch.nn.Sequential):
+    """Keeps its outputs."""
+
+    def __init__(self, *layers):
+        super().__init__(*layers)
+        self.seen = []
+
+    def forward(self, x):
+        output = super().forward(x)
+        self.seen.append(output.detach().float())
+        return output
+
+
+@pytest.mark.parametrize("form", ["step", "fresh", "sampled", "after a step"])
+def test_every_draw_is_seen_inside_one_region_of_autocast(form):
+    """Autocast keeps narrow copies of the weights, and does not notice that these are changed in place."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 3), torch.randn(8, 1)
+    model = Watched(torch.nn.Linear(3, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    options = {"fisher_pass": "fresh"} if form == "fresh" else {"mc_samples": 2} if form == "step" else {}
+    optimizer = ng.NoisyKFAC(model, ng.Gaussian(0.5), num_data=8, stats_every=1, seed=0, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        if form in ("step", "fresh"):
+            optimizer.step(lambda: (model(x), y))
+        elif form == "sampled":
+            for _ in range(2):
+                with optimizer.sampled() as draw:
+                    draw.nll(model(x), y).backward()
+        else:
+            with optimizer.sampled() as draw:
+                draw.nll(model(x), y).backward()
+            optimizer.step()
+            model(x)
+    first, second = model.seen
+    assert float((first - second).abs().max()) > 0.05
+    if form == "after a step":
+        torch.testing.assert_close(second, model(x), rtol=0.05, atol=0.05)  # the mean, as in full precision

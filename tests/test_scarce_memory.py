@@ -35,8 +35,9 @@ def test_out_of_memory_in_statistics_halves_their_batch(monkeypatch: pytest.Monk
 class Scarce(nn.Module):
     """A network whose forward pass needs more memory than there is once normalisation is in evaluation mode."""
 
-    def __init__(self, fits: int) -> None:
+    def __init__(self, fits: int, error: RuntimeError | None = None) -> None:
         super().__init__()
+        self.error = error or torch.OutOfMemoryError("no memory for so many")
         self.layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 1))
         self.fits, self.tried = fits, list[int]()
 
@@ -45,7 +46,7 @@ class Scarce(nn.Module):
         if not self.layers[1].training:
             self.tried.append(len(x))
             if len(x) > self.fits:
-                raise torch.OutOfMemoryError("no memory for so many")
+                raise self.error
         return scale * self.layers[1:](hidden)
 
 
@@ -79,3 +80,23 @@ def test_out_of_memory_where_no_part_of_a_batch_helps() -> None:
     assert model.tried == [4, 2, 1]
     assert all(map(torch.equal, model.parameters(), before))
     assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("error", "helps"),
+    [
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("GET was unable to find an engine to execute this computation", True),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_libraries_say_it_in_their_own_words(error: str, helps: bool) -> None:
+    model, x = Scarce(2, RuntimeError(error)), torch.randn(4, 3)
+    optimizer = ng.NoisyKFAC(model, ng.Gaussian(), num_data=50, stats_every=1, fisher_pass="fresh")
+    if helps:
+        with pytest.warns(UserWarning, match="taken from 2 examples"):
+            optimizer.step(lambda: (model(x), x[:, :1]))
+    else:
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            optimizer.step(lambda: (model(x), x[:, :1]))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from noisygrad.curvature.capture import Capture
 from noisygrad.families.factorisation import capturing
-from noisygrad.optim.statistics import half_of, take_statistics
+from noisygrad.optim.statistics import half_of, is_out_of_memory, take_statistics
 
 if TYPE_CHECKING:
     from noisygrad.optim.base import NoisyOptimizer
@@ -43,9 +43,10 @@ def _forward(optimizer: NoisyOptimizer, capture: Capture, run: Run) -> tuple[Ten
             with _evaluation_mode(optimizer.model), first.of(optimizer.model):
                 result = run()
             break
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
             # The ranks of a distributed training call their models together, or wait for each other for ever.
-            if first.given < 2 or capturing() or optimizer.ranks.active or optimizer.structure.replicas:
+            alone = not (optimizer.ranks.active or optimizer.structure.replicas or capturing())
+            if not (is_out_of_memory(error) and alone and first.given > 1):
                 raise
         capture.take()
         advice = "A closure that cannot work on part of a batch needs smaller ones"

@@ -57,7 +57,8 @@ class CapturedStep:
         numbers.set(optimizer.param_groups, options.clip_at(step), options.decay_at(step))
         optimizer.mean.find_parameters()
         dampings = [group["damping"] for group in optimizer.param_groups]
-        key = (optimizer._memory(), numbers.key(optimizer.param_groups), self._mode(), *dampings)
+        limits = (optimizer.stats_limit, optimizer.forward_limit)
+        key = (optimizer._memory(), numbers.key(optimizer.param_groups), self._mode(), *limits, *dampings)
         self._replays.run(f"{statistics} {refresh}", key, self._as_it_is)
         if optimizer._steps < step:  # a replay: nothing on the host has noticed
             optimizer._steps = step

@@ -120,6 +120,7 @@ class Replays:
             replay = Replay(work, self._device, self._generators, self._pool, differentiates=self._differentiates)
             known = self._entries[name] = (key, replay)
         known[1]()
+        torch.clear_autocast_cache()  # a replay may have changed weights that a region of autocast has copies of
 
     def _pool(self) -> Pool | None:
         """The memory of any that is recorded: all of them may use it, one after the other."""

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from noisygrad.optim.base import NoisyOptimizer
 
 
+_OUT_OF_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "unable to find an engine to execute")
+
+
 def take_statistics(optimizer: NoisyOptimizer, capture: Capture, output: Tensor, target: Tensor) -> None:
     """Add what a batch says of the Fisher to what is pending.
 
@@ -30,13 +33,18 @@ def take_statistics(optimizer: NoisyOptimizer, capture: Capture, output: Tensor,
         try:
             _take(optimizer, records, output, target, keep)
             return
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
             # While a graph is recorded nothing can be tried again, and sums with earlier draws may be half done.
-            if keep == 1 or not first or capturing():
+            if not is_out_of_memory(error) or keep == 1 or not first or capturing():
                 raise
         pending = optimizer._pending
         pending.statistics, pending.examples, pending.trails, pending.sound = {}, {}, [], True
         optimizer.stats_limit = keep = half_of(keep, f"stats_batch={keep // 2} says so from the start")
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Also where a library of the GPU's has not found the memory that it works in, and says so in its own way."""
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in _OUT_OF_MEMORY)
 
 
 def half_of(examples: int, advice: str) -> int:

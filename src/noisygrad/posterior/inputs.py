@@ -13,6 +13,11 @@ Inputs: TypeAlias = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 """`model(x)`, `model(*x)` or `model(**x)`."""
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device; only on the way to a GPU is it right not to wait for it."""
+    return tensor.to(device, non_blocking=device.type == "cuda")
+
+
 def moved_inputs(x: Inputs, device: torch.device) -> Inputs:
     """The same on a device, as a tensor, a tuple or a dictionary; raises TypeError where they are no tensors."""
     call = Call.of(x).moved(device)
@@ -47,7 +52,7 @@ class Call:
 
     def moved(self, device: torch.device) -> Call:
         """The call with its tensors on the device."""
-        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.map(lambda tensor: moved(tensor, device))
 
     def __call__(self, model: Callable[..., Any]) -> Any:
         """What the model makes of it."""

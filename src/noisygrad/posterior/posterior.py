@@ -24,7 +24,7 @@ from noisygrad.posterior.blocks import Block, Family
 from noisygrad.posterior.coverage import Coverage
 from noisygrad.posterior.faults import naming_layers
 from noisygrad.posterior.files import save_posterior
-from noisygrad.posterior.inputs import Call, Inputs
+from noisygrad.posterior.inputs import Call, Inputs, moved
 from noisygrad.posterior.normalisation import norm_batches, own_statistics, running_norms
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import LARGEST_DENSE, Structure, parameter_order
@@ -216,7 +216,7 @@ class Posterior:
         with evaluating(self.model):
             draws = list(self._draws(num_samples, generator, norm_data, None))
             for x, y in loader:
-                call, target = Call.of(x).moved(device), y.to(device, non_blocking=True)
+                call, target = Call.of(x).moved(device), moved(y, device)
                 for weights, buffers in draws:
                     output = self._forward(weights, buffers, call)
                     self.likelihood.check(output, target)
@@ -285,8 +285,8 @@ class Posterior:
         for _ in range(count):
             weights, buffers = self._as_dict(self._draw(generator)), self._buffers
             if norms:
-                moved = (part.moved(self._mean.flat.device) for part in parts)
-                buffers = own_statistics(norms, buffers, moved, partial(self._forward, weights))
+                here = (part.moved(self._mean.flat.device) for part in parts)
+                buffers = own_statistics(norms, buffers, here, partial(self._forward, weights))
             yield weights, buffers
 
     def _examples_dim(self, x: Tensor) -> int:

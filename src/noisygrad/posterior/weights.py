@@ -58,6 +58,7 @@ class FlatWeights:
         staging = self._parameters.staging(self.flat, self._views)
         views = self._views if staging is None else staging.filled_from(self.flat)
         torch._foreach_copy_(self._parameters.known, views)
+        torch.clear_autocast_cache()  # else a region of autocast goes on with narrow copies of other weights
 
     def read_gradients_(self) -> None:
         """Gradients of the parameters → flat; a parameter without one counts as zero."""

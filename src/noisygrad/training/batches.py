@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noisygrad.posterior.inputs import Inputs, moved_inputs
+from noisygrad.posterior.inputs import Inputs, moved, moved_inputs
 
 Batch = tuple[Inputs, Tensor]
 Data = tuple[Tensor, Tensor] | list[Tensor] | Iterable[Any]
@@ -125,7 +125,7 @@ class LoaderBatches:
             if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[1], Tensor):
                 raise _unsuitable(batch)
             try:
-                x, y = moved_inputs(batch[0], self.device), batch[1].to(self.device, non_blocking=True)
+                x, y = moved_inputs(batch[0], self.device), moved(batch[1], self.device)
             except TypeError:
                 raise _unsuitable(batch) from None
             yield (x, y), y.shape[self._lead]
