@@ -1,11 +1,9 @@
-"""Classification end to end on digits: every method, resumption, several processes, bad input; augmentation."""
+"""Classification end to end on digits: every method, resumption, bad input; augmentation."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import re
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +17,9 @@ from noisygrad.experiments import calibration, classification
 from noisygrad.experiments.cells import Results
 from noisygrad.experiments.classification import Learning, held_out, plan, run_job
 from noisygrad.experiments.configurations import full_name, has
-from noisygrad.experiments.image_methods import METHODS, UnknownImageMethodError, settings
+from noisygrad.experiments.image_methods import METHODS, UnknownImageMethodError, schedule, settings
 from noisygrad.training.augmentation import random_crop
+from noisygrad.training.checkpoint import CheckpointError
 from noisygrad.training.history import EpochRecord
 
 
@@ -75,12 +74,38 @@ def test_a_killed_training_goes_on_at_its_checkpoint(tmp_path: Path, monkeypatch
     (kept,) = Path(folder).iterdir()
     epochs = []
     (again,) = run_job(job, lambda fraction, text: epochs.append(text), checkpoints=folder)
-    assert len(epochs) == 2, "two of four epochs were in the checkpoint"
+    assert [text for text in epochs if "epoch" in text] == ["seed 0, epoch 3 of 4", "seed 0, epoch 4 of 4"]
+    assert epochs[2] == "seed 0, measuring: test images"
+    assert epochs[-1] == "seed 0, measuring: contrast 5"
     for name, value in whole.metrics.items():
         if name != "step_ms":
             assert again.metrics[name] == value, name
-    classification.clear_checkpoints([job], folder)
-    assert not kept.exists()
+    (Path(folder) / f".{kept.name}.a1b2.part").touch()  # what a kill in the middle of writing leaves
+    (Path(folder) / "other.safetensors").touch()
+    classification.clear_checkpoints(job, folder)
+    assert [path.name for path in Path(folder).iterdir()] == ["other.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"methods": ["SGD"], "configurations": ["D"]}, "is of a run with method = SGD, this one has SGD/D"),
+        ({"methods": ["SGD"], "configurations": ["plain"], "epochs": 2}, "with epochs = 3, this one has 2"),
+        (
+            {"methods": ["SGD"], "configurations": ["plain"], "train_size": 500},
+            "with train_size = 400, this one has 500",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_configuration_is_refused(other: dict, message: str, tmp_path: Path) -> None:
+    (job,) = plan("digits", ["SGD"], ["plain"], epochs=3, train_size=400)
+    learning = Learning(job, 0, subset(load_images("digits"), 400, 0), "cpu")
+    learning.train(lambda record: {"test_accuracy": 0.0, **learning.losses()}, tmp_path / "kept", 1)
+    (wrong,) = plan("digits", **({"epochs": 3, "train_size": 400} | other))
+    (tmp_path / "kept").rename(tmp_path / f"{classification._file_name(wrong, 0)}.safetensors")
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        run_job(wrong, quiet, checkpoints=str(tmp_path))
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_other_settings_have_another_checkpoint() -> None:
@@ -99,7 +124,7 @@ def test_the_command_resumes_and_shows_a_table(tmp_path: Path) -> None:
     assert "SGD/B" in output
     path = Results(tmp_path, "classification").path
     lines = path.read_text()
-    assert not list((tmp_path / "checkpoints").iterdir()), "what is stored needs no checkpoint"
+    assert not (tmp_path / "checkpoints").exists(), "what is stored needs no checkpoint"
     code, output = run(*arguments, tmp_path)
     assert code == 0, output
     assert path.read_text() == lines
@@ -124,27 +149,6 @@ def test_validation_never_sees_the_test_images(tmp_path: Path) -> None:
     assert "validation" in output
 
 
-def test_two_processes_train_one_network(tmp_path: Path) -> None:
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0",
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "noisygrad",
-        "reproduce", "classification", "--data", "digits", "--methods", "noisy-K-FAC,SGD", "--configurations", "plain",
-        "--epochs", "2", "--train-size", "600", "--results", str(tmp_path),
-    ]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    cells = Results(tmp_path, "classification").load()
-    assert sorted(cell.method for cell in cells) == ["SGD", "noisy-K-FAC"]
-    # Without noise, two halves of a batch are the batch.
-    (job,) = plan("digits", ["SGD"], ["plain"], epochs=2, train_size=600)
-    (alone,) = run_job(job, quiet)
-    (together,) = (cell for cell in cells if cell.method == "SGD")
-    assert together.metrics["nll"] == pytest.approx(alone.metrics["nll"], rel=1e-3)
-    assert together.metrics["train_loss"] == pytest.approx(alone.metrics["train_loss"], rel=1e-3)
-    assert all(cell.metrics["accuracy"] > 50 for cell in cells)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -152,6 +156,8 @@ def test_two_processes_train_one_network(tmp_path: Path) -> None:
         (("--configurations", "C"), "D+B"),
         (("--data", "imagenet"), "cifar10"),
         (("--device", "gpu"), "cuda"),
+        (("--device", "meta"), "give cpu, cuda"),
+        (("--data", "digits", "--checkpoints", __file__), "is a file: name a folder"),
         (("--data", "digits", "--train-size", "5"), "class"),
     ],
 )
@@ -239,9 +245,9 @@ def test_without_padding_or_flip_nothing_changes() -> None:
     assert torch.equal(random_crop(images, 0, flip=False), images)
 
 
-@pytest.mark.parametrize(("method", "lr"), [("BBB", 1e4), ("SGD", 1e6)])
-def test_a_training_that_diverges_is_a_cell_that_says_so(method: str, lr: float) -> None:
-    (job,) = plan("digits", [method], ["plain"], epochs=3, train_size=400, validation=True, changes={"lr": lr})
+@pytest.mark.parametrize(("method", "lr", "epochs"), [("BBB", 1e4, 3), ("SGD", 1e6, 3), ("SGD", 1e20, 1)])
+def test_a_training_that_diverges_is_a_cell_that_says_so(method: str, lr: float, epochs: int) -> None:
+    (job,) = plan("digits", [method], ["plain"], epochs=epochs, train_size=400, validation=True, changes={"lr": lr})
     (cell,) = run_job(job, quiet)
     assert cell.error is not None
     assert cell.metrics == {}
@@ -275,6 +281,16 @@ def test_the_learning_rate_drops() -> None:
     seen = []
     learning.train(lambda record: seen.append(learning.trainer.optimizer.param_groups[0]["lr"]) or {}, None, 1)
     assert seen == pytest.approx([0.05, 0.005, 0.0005, 0.0005])
+
+
+@pytest.mark.parametrize(("epochs", "expected"), [(1, []), (3, [1, 2]), (30, [15, 22]), (150, [75, 112])])
+def test_both_drops_are_made_however_short_the_training(epochs: int, expected: list[int]) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = schedule(optimizer, {"epochs": epochs, "lr_drops": [0.5, 0.75]})
+    factors = [scheduler.lr_lambdas[0](epoch) for epoch in range(epochs)]
+    drops = [epoch for epoch in range(1, epochs) if factors[epoch] < factors[epoch - 1]]
+    assert drops == expected
+    assert factors[-1] == pytest.approx(0.1 ** len(expected))
 
 
 def test_weight_decay_of_sgd_can_be_tried() -> None:

@@ -100,7 +100,7 @@ def test_the_bar_shows_what_other_processes_do(
     plan = [replace(each, config={"folder": str(tmp_path)}) for each in (job("yacht", 4), job("wine"))]
     run_jobs(plan, side_by_side, results, backend="joblib", workers=2)
     drawn = seen.getvalue()
-    assert "yacht NNG-MVG 4 25%" in drawn
+    assert "yacht NNG-MVG [4] 25%" in drawn
     assert "wine NNG-MVG 25%" in drawn
 
 
@@ -113,9 +113,9 @@ def test_a_log_has_a_line_now_and_then_on_what_is_at_work(clock: Clock) -> None:
     assert said == ["0/4 cells  yacht NNG-MVG: epoch 2  1 min 40 s, 25 min 00 s left"]
     clock.now = 200.0
     log.within(job("wine"), 0.25, "epoch 1")
-    assert said[1:] == ["0/4 cells  yacht NNG-MVG 0 25%  wine NNG-MVG 25%  3 min 20 s, 10 min 00 s left"]
+    assert said[1:] == ["0/4 cells  yacht NNG-MVG [0] 25%  wine NNG-MVG 25%  3 min 20 s, 10 min 00 s left"]
     log.finished(job("yacht", 0), cells_of(job("yacht", 0)))
-    assert said[2].startswith("1/4 cells  yacht NNG-MVG rmse 0  3 min 20 s")
+    assert said[2].startswith("1/4 cells  yacht NNG-MVG [0] rmse 0  3 min 20 s")
     log.within(job("yacht", 0), 0.9, "a note that was read too late")
     assert log.spent() == pytest.approx(1.75)
 

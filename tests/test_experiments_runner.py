@@ -107,7 +107,7 @@ def test_local_computes_and_stores_the_plan_in_its_order(results):
     assert len(said) == 4  # no terminal: a line per job
     assert said[0].startswith("3/9 cells  yacht NNG-MVG rmse 1.333  log_likelihood -2")
     assert "left" in said[0]
-    assert said[-1].startswith("9/9 cells  yacht BBB rmse 1")
+    assert said[-1].startswith("9/9 cells  yacht BBB [0] rmse 1")
 
 
 @pytest.mark.parametrize("progress", [None, False])

@@ -316,7 +316,7 @@ def test_truncated_checkpoint_is_refused(tmp_path):
     path = tmp_path / "run.safetensors"
     train(fresh(), toy(), epochs=1, batch_size=8, checkpoint=path)
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(CheckpointError, match=r"run\.safetensors is truncated .* delete it, or give resume=False"):
+    with pytest.raises(CheckpointError, match=r"run\.safetensors is truncated .* delete it \(or give resume=False\)"):
         train(fresh(), toy(), epochs=2, batch_size=8, checkpoint=path)
 
 

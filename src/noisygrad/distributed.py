@@ -36,17 +36,52 @@ def processes() -> Processes:
 
 @contextmanager
 def join_processes(device: str) -> Iterator[Processes]:
-    """Inside, the processes that `torchrun` has started work together; without it there is this one alone."""
+    """Inside, the processes that `torchrun` has started work together; without it there is this one alone.
+
+    Raises:
+        ValueError: There is no GPU for this process, or all of them were given the same.
+    """
     together = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
     if together:
         if device.startswith("cuda"):
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            _take_own_gpu(device, int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     try:
         yield processes()
     finally:
         if together:
             dist.destroy_process_group()
+
+
+def _take_own_gpu(device: str, number: int) -> None:
+    if device != "cuda":
+        raise ValueError(f"under torchrun each process has a GPU of its own: give the device cuda, not {device}")
+    if number >= (there := torch.cuda.device_count()):
+        raise ValueError(
+            f"this is process {number + 1} on a machine with {there} usable GPU{'s' * (there != 1)}: start as many "
+            "processes (--nproc-per-node)"
+        )
+    torch.cuda.set_device(number)
+
+
+def in_all_processes(work: Callable[[], Found]) -> Found:
+    """What `work` gives in this process; raises if it failed in any, so that all of them go on with the same.
+
+    That brings processes together again which failed at the same point. One that fails while others wait for its part
+    of a message leaves them waiting until the message times out.
+    """
+    failure: Exception | None = None
+    found: list[Found] = []
+    try:
+        found.append(work())
+    except Exception as error:
+        failure = error
+    failed = [rank for rank, bad in enumerate(of_every_process(failure is not None)) if bad]
+    if failure is not None:
+        raise failure
+    if failed:
+        raise RuntimeError(f"it failed in process {failed[0]}, which says why")
+    return found[0]
 
 
 def of_first_process(find: Callable[[], Found]) -> Found:

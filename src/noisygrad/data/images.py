@@ -164,7 +164,7 @@ def subset(images: Images, count: int, seed: int) -> Images:
     if missing := sorted(set(range(images.classes)) - set(y_train.tolist())):
         raise ValueError(
             f"{count} training rows of {images.name} drawn with seed {seed} have no image of the classes {missing}: "
-            "take more rows or another seed"
+            "take more rows"
         )
     return replace(images, x_train=images.x_train[chosen], y_train=y_train)
 

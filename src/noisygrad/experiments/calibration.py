@@ -36,11 +36,11 @@ def measured(posterior: Posterior, images: Tensor, labels: Tensor, normalise: No
     bins = reliability_bins(probabilities, labels, BINS)
     return {
         "accuracy": 100.0 * metrics.accuracy(probabilities, labels),
-        "accuracy_of_mean_logits": _right(logits.mean(0), labels),
-        "accuracy_of_mean_weights": accuracy_of(posterior.model, images, labels, normalise),
         "nll": metrics.nll(prediction, labels),
         "ece": metrics.ece(probabilities, labels, BINS),
         "brier": metrics.brier(probabilities, labels),
+        "accuracy_of_mean_logits": _right(logits.mean(0), labels),
+        "accuracy_of_mean_weights": accuracy_of(posterior.model, images, labels, normalise),
         "bin_confidence": bins.confidence.tolist(),
         "bin_accuracy": bins.accuracy.tolist(),
         "bin_share": bins.share.tolist(),
@@ -89,13 +89,21 @@ def out_of_distribution(
 
 
 def under_corruption(
-    posterior: Posterior, images: Tensor, labels: Tensor, normalise: Normalise, samples: int, seed: int = 0
+    posterior: Posterior,
+    images: Tensor,
+    labels: Tensor,
+    normalise: Normalise,
+    samples: int,
+    *,
+    seed: int = 0,
+    say: Callable[[str], None] = lambda word: None,
 ) -> Figures:
-    """Accuracy (per cent), ece and nll at the five strengths of each corruption."""
+    """Accuracy (per cent), ece and nll at the five strengths of each corruption; `say` is told which is under way."""
     found: dict[str, float | list[float]] = {}
     for kind in CORRUPTIONS:
         rows: list[dict[str, float]] = []
         for strength in STRENGTHS:
+            say(f"{kind} {strength}")
             generator = torch.Generator().manual_seed(seed)
             spoilt = corrupted(_unit(images), kind, strength, generator)
             rows.append(_scores(CategoricalPrediction(_logits(posterior, spoilt, normalise, samples)), labels))

@@ -6,6 +6,7 @@ is stopped goes on where it was. Under `torchrun` the processes train each netwo
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import math
@@ -39,6 +40,7 @@ from noisygrad.experiments.environment import device_name
 from noisygrad.experiments.image_methods import METHODS, Config, Trainer, make_trainer, optional, schedule, settings
 from noisygrad.experiments.image_problems import PROBLEMS
 from noisygrad.networks import VGG16, ConvNet
+from noisygrad.optim.generators import BETWEEN_RANKS
 from noisygrad.training.augmentation import random_crop
 from noisygrad.training.history import EpochRecord, History
 from noisygrad.training.loop import train
@@ -97,7 +99,7 @@ def plan(
                 check_changes(method, optional(method) | own, changes or {})
                 config: Config = {
                     "epochs": epochs or problem.epochs,
-                    "batch_size": problem.batch_size,
+                    "batch_size": min(problem.batch_size, train_size or problem.batch_size),
                     "network": problem.network,
                     "augment": augment,
                     "batch_norm": batch_norm,
@@ -161,7 +163,8 @@ def _run(
     start = time.perf_counter()
     config = job.config
     images = _part_of(load_images(job.data, data_dir), config, seed)
-    torch.manual_seed(seed)
+    # The ranks of a training have images of their own, and draw crops and mirror images of their own.
+    torch.manual_seed(seed + BETWEEN_RANKS * processes().rank)
     if device.startswith("cuda"):
         # Convolutions round to TF32 as it is; so may products of matrices.
         torch.set_float32_matmul_precision("high")
@@ -178,7 +181,7 @@ def _run(
     try:
         history = learning.train(on_epoch, path, checkpoint_every)
         measuring = time.perf_counter()
-        figures = learning.figures(history, strange)
+        figures = learning.figures(history, strange, lambda word: report(1.0, f"seed {seed}, measuring: {word}"))
     except ArithmeticError as error:  # a training that diverged is a result too
         seconds = time.perf_counter() - start
         without = job.cell(experiment, seed, {"loss": math.nan}, seconds=seconds, device=device_name(device))
@@ -199,11 +202,12 @@ def _strange_images(data: str, data_dir: str | None) -> NDArray[np.uint8] | None
         return None
 
 
-def clear_checkpoints(jobs: Sequence[Job], folder: str) -> None:
-    """Remove the checkpoints of trainings whose cells are stored."""
-    for job in jobs:
-        for seed in job.replicates:
-            (Path(folder) / f"{_file_name(job, seed)}.safetensors").unlink(missing_ok=True)
+def clear_checkpoints(job: Job, folder: str) -> None:
+    """Remove the checkpoints of a training whose cells are stored, and what a kill left of one that was written."""
+    for seed in job.replicates:
+        name = f"{_file_name(job, seed)}.safetensors"
+        for path in (Path(folder) / name, *Path(folder).glob(f".{glob.escape(name)}.*.part")):
+            path.unlink(missing_ok=True)
 
 
 class Learning:
@@ -211,7 +215,7 @@ class Learning:
 
     def __init__(self, job: Job, seed: int, images: Images, device: str) -> None:
         self.config, self.seed = job.config, seed
-        self.data = job.data
+        self.data, self._method = job.data, job.method
         self._ranks = processes()
         self.device = torch.device(device)
         problem = PROBLEMS[job.data]
@@ -294,6 +298,7 @@ class Learning:
             progress=False,
             checkpoint=path,
             checkpoint_every=checkpoint_every,
+            settings={"data": self.data, "method": self._method, **self.config},
         )
 
     def losses(self) -> dict[str, float]:
@@ -301,17 +306,21 @@ class Learning:
 
         SGD goes on with weights that are not numbers, so that is looked for here.
         """
-        if not bool(self._losses.isfinite().any()):
-            raise ArithmeticError("the training diverged: no loss of the last epoch is finite. Lower lr")
+        last = self._losses[(self._steps - 1) % len(self._losses)]
+        if not all(bool(tensor.isfinite().all()) for tensor in (last, *self.network.parameters())):
+            raise ArithmeticError("the training diverged: its last loss or its weights are not finite. Lower lr")
         return {"loss_median": float(self._losses.median()), "loss_largest": float(self._losses.max())}
 
     def test_accuracy(self) -> float:
         """Of the network of mean weights, in per cent."""
         return accuracy_of(self.network, self.x_test, self.y_test, self.normalise)
 
-    def figures(self, history: History, strange: NDArray[np.uint8] | None) -> dict[str, float | list[float]]:
-        """Everything a cell keeps."""
+    def figures(
+        self, history: History, strange: NDArray[np.uint8] | None, say: Callable[[str], None]
+    ) -> dict[str, float | list[float]]:
+        """Everything a cell keeps; `say` is told what is under way."""
         posterior, samples = self.trainer.posterior(), self.config["test_samples"]
+        say("test images")
         found = measured(posterior, self.x_test, self.y_test, self.normalise, samples)
         found["train_loss"] = list(history.loss)
         for name in ("loss_median", "loss_largest"):
@@ -320,6 +329,7 @@ class Learning:
         found["epochs"] = [float(epoch) for epoch in range(1, history.epochs + 1)]
         found["step_ms"] = 1e3 * sum(history.seconds) / (history.epochs * (len(self.x_train) // self.batch_size))
         if samples > 1 and self.data == "cifar10":
+            say("many draws")
             found |= by_draws(posterior, self.x_test, self.y_test, self.normalise)
             some = self.x_train[:_SOME], self.y_train[:_SOME]
             found["train_nll_of_draws"] = nll_of_draws(posterior, *some, self.normalise, samples)
@@ -327,10 +337,11 @@ class Learning:
             seen = self.x_train[:_SOME]
             found |= with_own_norm(posterior, self.x_test, self.y_test, self.normalise, samples, seen)
         if strange is not None:
+            say("strange images")
             others = torch.from_numpy(strange).to(self.device)
             found |= out_of_distribution(posterior, self.x_test, others, self.normalise, samples)
         if self.data in ("cifar10", "digits"):
-            found |= under_corruption(posterior, self.x_test, self.y_test, self.normalise, samples)
+            found |= under_corruption(posterior, self.x_test, self.y_test, self.normalise, samples, say=say)
         return found
 
 

@@ -69,7 +69,7 @@ class Display:
                 if cell.error is not None:
                     self.say(f"failed: {cell.label}: {cell.error}")
             figures = figures_of(cells)
-            self._show_end(f"{job.name} {figures}" if figures else "")
+            self._show_end(f"{_label(job)} {figures}" if figures else "")
 
     def _show_work(self) -> None:
         """What is at work has changed."""
@@ -200,5 +200,5 @@ def duration(seconds: float) -> str:
 
 
 def _label(job: Job) -> str:
-    """Tells the jobs of a plan apart: with the replicate where it is a single one, of the seeds of a method."""
-    return job.name if len(job.replicates) > 1 else f"{job.name} {job.replicates[0]}"
+    """Tells the jobs of a plan apart: with the replicate where it is a single one, such as a seed of a method."""
+    return job.name if len(job.replicates) > 1 else f"{job.name} [{job.replicates[0]}]"

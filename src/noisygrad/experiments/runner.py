@@ -65,6 +65,7 @@ def run_jobs(
     scheduler: str | None = None,
     progress: bool | None = True,
     announce: Announce | None = None,
+    on_stored: Callable[[Job], None] = lambda job: None,
 ) -> list[Cell]:
     """Compute what is missing of a plan and store it; gives the plan's cells, failed ones among them, in its order.
 
@@ -78,6 +79,7 @@ def run_jobs(
         scheduler: Address of the cluster's scheduler, for "dask". Its workers should have one thread each.
         progress: True shows a bar on a terminal, lines elsewhere; None the bar only; False neither.
         announce: Takes the lines of text, failures among them; they go to the error stream by default.
+        on_stored: Called, in this process, with each job whose cells have been stored.
 
     Raises:
         ConfigurationError: The stored cells were made by another configuration.
@@ -107,6 +109,7 @@ def run_jobs(
                         display.say(f"failed: {outcome.failure}")
                     else:
                         results.append(outcome.cells)
+                        on_stored(outcome.job)
                     display.finished(outcome.job, outcome.cells)
         except KeyboardInterrupt:
             kept = total - sum(len(job.replicates) for job in results.missing(jobs))

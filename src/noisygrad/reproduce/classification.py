@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -24,12 +25,14 @@ from noisygrad.reproduce.options import (
     chosen,
     clear_errors,
     data_folder,
+    make_folder,
     parsed_settings,
     run_missing,
 )
 
 if TYPE_CHECKING:
-    from noisygrad.experiments.cells import Job
+    from noisygrad.experiments.cells import Cell, Job
+    from noisygrad.experiments.runner import Report, Work
 
 
 def classification(
@@ -70,8 +73,8 @@ def classification(
     from noisygrad.experiments.configurations import CONFIGURATIONS
     from noisygrad.experiments.image_methods import METHODS
 
+    check_device(device)
     with clear_errors(), join_processes(device) as processes:
-        check_device(device)
         asked = chosen(methods, METHODS)
         named = chosen(configurations, CONFIGURATIONS)
         if processes.size > 1 and workers > 1:
@@ -90,25 +93,40 @@ def classification(
         )
         experiment.check_data(jobs, data_folder(data_dir))
         name = experiment.VALIDATION if validation else experiment.EXPERIMENT
-        folder = results / "checkpoints" if checkpoints is None else checkpoints
-        work = partial(
+        folder = (results / "checkpoints" if checkpoints is None else checkpoints).resolve()
+        make_folder("--results", results)
+        make_folder("--checkpoints", folder)
+        train = partial(
             experiment.run_job,
             data_dir=data_folder(data_dir),
             device=device,
-            checkpoints=os.fspath(folder.resolve()),
+            checkpoints=os.fspath(folder),
             checkpoint_every=checkpoint_every,
         )
+        left = _left(name, jobs, results)
         if processes.rank > 0:
-            for job in _left(name, jobs, results):
-                work(job, lambda fraction, text: None)
+            for job in left:
+                with suppress(Exception):  # the first process tells of it
+                    _together(train, job, lambda fraction, text: None)
             return
-        if processes.size > 1:
-            _left(name, jobs, results)
-        failed = run_missing(name, jobs, work, results, "local", workers, None)
-        experiment.clear_checkpoints(jobs, os.fspath(folder.resolve()))
+        forget = partial(experiment.clear_checkpoints, folder=os.fspath(folder))
+        for job in jobs:
+            if job not in left:
+                forget(job)
+        failed = run_missing(name, jobs, partial(_together, train), results, "local", workers, None, on_stored=forget)
+        if checkpoints is None:
+            with suppress(OSError):  # where something is left in it
+                folder.rmdir()
         _show_classification(results, name, data)
     if failed:
         raise typer.Exit(1)
+
+
+def _together(train: Work, job: Job, report: Report) -> list[Cell]:
+    """A job that fails in one process has failed in all of them, and they go on with the next."""
+    from noisygrad.distributed import in_all_processes
+
+    return in_all_processes(lambda: train(job, report))
 
 
 def _left(experiment: str, jobs: Sequence[Job], results: Path) -> list[Job]:

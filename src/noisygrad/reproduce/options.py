@@ -46,6 +46,13 @@ TunedSettings = Annotated[
 Splits = Annotated[int | None, typer.Option(min=1, help="Only the first so many splits of each set.")]
 
 
+def make_folder(option: str, folder: Path) -> None:
+    """The folder that an option names, if it is not there."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{option} {folder} is a file: name a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+
+
 def run_missing(
     experiment: str,
     jobs: Sequence[Job],
@@ -54,14 +61,13 @@ def run_missing(
     backend: Literal["local", "joblib", "dask"],
     workers: int,
     scheduler: str | None,
+    on_stored: Callable[[Job], None] = lambda job: None,
 ) -> int:
-    """Run what is missing; returns how many cells came out without figures."""
+    """Run what is missing, and tell `on_stored` of each job; returns how many cells came out without figures."""
     from noisygrad.experiments.cells import Results
     from noisygrad.experiments.runner import JobsFailed, run_jobs
 
-    if results.exists() and not results.is_dir():
-        raise ValueError(f"--results {results} is a file: name a folder")
-    results.mkdir(parents=True, exist_ok=True)
+    make_folder("--results", results)
     if workers > 1 and backend == "local":
         backend = "joblib"
     if backend != "local":
@@ -75,6 +81,7 @@ def run_missing(
             backend=backend,
             workers=workers,
             scheduler=scheduler,
+            on_stored=on_stored,
         )
     except JobsFailed as failed:
         typer.echo(str(failed), err=True)
@@ -143,9 +150,11 @@ def check_device(device: str) -> None:
     import torch
 
     try:
-        kind = torch.device(device)
+        kind: torch.device | None = torch.device(device)
     except RuntimeError:
-        raise typer.BadParameter(f"--device {device}: give cpu, cuda, or cuda:1 and so on") from None
+        kind = None
+    if kind is None or kind.type not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"--device {device}: give cpu, cuda, or cuda:1 and so on")
     if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
         raise typer.BadParameter(f"--device {device}: this machine has no such usable GPU; leave --device out")
 

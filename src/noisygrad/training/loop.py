@@ -52,6 +52,7 @@ def train(
     checkpoint: str | Path | None = None,
     checkpoint_every: int = 1,
     resume: bool = True,
+    settings: Mapping[str, Any] | None = None,
 ) -> History:
     """Train for a number of epochs and say how it went.
 
@@ -75,6 +76,8 @@ def train(
         checkpoint: A file to save to after every `checkpoint_every` epochs (after `on_epoch`) and at the end.
         checkpoint_every: In epochs.
         resume: Whether to go on from `checkpoint` if it exists; the result is bit-equal to never having stopped.
+        settings: What else makes this run what it is, by name (numbers, strings, lists): kept in the checkpoint, and
+            one of other settings is refused.
 
     Raises:
         ValueError: Where an argument or a shape is wrong; `CheckpointError` where the checkpoint is of another run.
@@ -90,15 +93,17 @@ def train(
     replicas = optimizer.structure.replicas if isinstance(optimizer, NoisyOptimizer) else ()
     device = next(model.parameters()).device
     batches = _batches(data, batch_size, replicas, shuffle, drop_last, device)
-    settings: dict[str, Any] = {}
+    known: dict[str, Any] = dict(settings or {})
     if isinstance(batches, TensorBatches):
-        settings = {"batch_size": batches.batch_size, "num_data": batches.num_data}
-        settings |= {"shuffle": shuffle, "drop_last": drop_last}
+        known |= {"batch_size": batches.batch_size, "num_data": batches.num_data}
+        known |= {"shuffle": shuffle, "drop_last": drop_last}
 
-    run = _Run(optimizer, model, scheduler, batches, settings, _seeds(seed, replicas))
+    run = _Run(optimizer, model, scheduler, batches, known, _seeds(seed, replicas))
     history = History()
     if checkpoint is not None and resume and Path(checkpoint).is_file():
         history = run.load(Path(checkpoint), seed is not None)
+        if history.epochs > epochs:
+            raise CheckpointError(f"{checkpoint} has {history.epochs} epochs, more than the {epochs} asked for")
     every_step = scheduler if schedule_every == "step" else None
     with reporter(progress, epochs, history.epochs) as report:
         for epoch in range(history.epochs + 1, epochs + 1):
@@ -178,7 +183,7 @@ class _Run:
         try:
             extra = load_checkpoint(path)
         except CheckpointError as error:
-            raise CheckpointError(f"{error}; delete it, or give resume=False, to start afresh") from error
+            raise CheckpointError(f"{error}; delete it (or give resume=False) to start afresh") from error
         if "history" not in extra or "seeds" not in extra:
             raise CheckpointError(f"{path} was not saved by `train`; load it with `load_checkpoint`")
         if not isinstance(extra["random"], list):
@@ -189,7 +194,7 @@ class _Run:
             if theirs.get(name) != value:
                 raise CheckpointError(
                     f"{path} is of a run with {name} = {theirs.get(name)}, this one has {value}: give the same, or "
-                    "resume=False to start afresh"
+                    "delete it (or give resume=False) to start afresh"
                 )
         load_checkpoint(path, **self._states)
         self.seeds = list(extra["seeds"])
