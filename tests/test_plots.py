@@ -72,7 +72,7 @@ def test_reliability_diagram_writes_the_metric():
     probs = CategoricalPrediction(logits).probs
     error = metrics.ece(probs, labels, bins=10)
     (title,) = titles(plots.reliability_diagram(probs, labels, bins=10))
-    assert title == f"ECE {100 * error:.1f} %, too sure"
+    assert title == f"ECE {error:.3f}, too sure"
 
 
 def test_reliability_diagram_of_several_shares_axes():
@@ -104,7 +104,7 @@ def test_reliability_panels_go_in_rows_with_colours_of_choice():
 def test_certain_and_right_is_calibrated():
     labels = torch.arange(4)
     (title,) = titles(plots.reliability_diagram(torch.eye(4), labels))
-    assert title == "ECE 0.0 %, calibrated"
+    assert title == "ECE 0.000, calibrated"
 
 
 def test_coverage_plot_equals_the_intervals_coverage():

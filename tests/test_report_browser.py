@@ -128,7 +128,7 @@ def test_colours_differ(desktop):
 
 
 def test_figures_are_drawn(desktop):
-    assert len(desktop["images"]) == 10
+    assert len(desktop["images"]) == 16
     for complete, *sizes in desktop["images"]:
         assert complete
         assert min(sizes) > 100

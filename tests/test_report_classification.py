@@ -193,16 +193,16 @@ def test_curves_have_a_panel_for_each_configuration():
         *accuracies("SGD/D", 88.0),
         classified("BBB", 0, {}, error="interrupted"),
     )
-    panels = training_panels(study, "test_accuracy", "accuracy")
+    panels = training_panels(study, "cifar10", "test_accuracy", "accuracy")
     assert [panel.title for panel in panels] == [heading("plain"), heading("B")]
     assert {name: len(curves) for name, curves in panels[0].curves.items()} == {"SGD": 2}
     assert list(panels[1].curves) == ["noisy-K-FAC/learned-norm"]
     plain, learned = curve_panels(panels, x_label="epoch").axes
     assert len(plain.lines) == 3  # two seeds and their mean
     assert len(learned.lines) == 1
-    assert training_panels(study, "train_loss", "loss")[0].view == "logarithmic"
+    assert training_panels(study, "cifar10", "train_loss", "loss")[0].view == "logarithmic"
     done = study_of(classified("SGD", 0, {"train_loss": [1.0, 0.0], "epochs": [1, 2]}))
-    assert training_panels(done, "train_loss", "loss")[0].view == "whole"
+    assert training_panels(done, "cifar10", "train_loss", "loss")[0].view == "whole"
 
 
 def test_mean_curve_is_over_common_places():
@@ -331,14 +331,16 @@ def test_page_has_everything(tmp_path):
     made_results.write_classification(tmp_path)
     text = page_of(tmp_path)
     page = check_stands_alone(text)
-    assert len(page.all("img")) == 7
+    assert len(page.all("img")) == 13
+    assert text.count("house numbers (SVHN)") == 1, "the others have no such figures"
     for shown in (
         "Of the paper's 17 figures 16 are measured here",
         "points from seed to seed",
         "D+B: with augmentation and batch norm",
         "learned-norm: batch norm",
-        "MNIST",
-        "Digits",
+        "MNIST: training",
+        "Digits: reliability",
+        "Wall time on Digits",
         "SGD: not measured in D+B",
         "1 of 46 trainings failed",
         "BBB/B on cifar10, seed 1: not finite: nll = nan",
@@ -365,7 +367,8 @@ def test_other_data_alone_make_a_page(tmp_path):
     assert "97.00" in text
     assert "No training failed." in text
     assert "paper 81.79" not in text
-    assert "<img" not in text
+    assert "Digits: training" in text
+    assert "At the greatest strength" not in text, "which compares two methods"
 
 
 def test_failures_alone_make_a_page(tmp_path):

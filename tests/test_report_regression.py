@@ -242,7 +242,7 @@ def test_page_of_full_results(tmp_path):
     made_results.write_all(tmp_path)
     text = site.build_report(tmp_path).html()
     page = check_stands_alone(text)
-    assert len(page.all("img")) == 10
+    assert len(page.all("img")) == 16
     headings = re.findall(r"<h2>(.*?)</h2>", text)
     assert headings == [
         "Regression in short",
@@ -259,7 +259,12 @@ def test_page_of_full_results(tmp_path):
         "Classification: training",
         "Classification: corrupted images",
         "Classification: what made the difference",
-        "Classification: other data sets",
+        "MNIST: calibration",
+        "MNIST: reliability",
+        "MNIST: training",
+        "Digits: calibration",
+        "Digits: reliability",
+        "Digits: training",
         "Where classification falls short",
         "How classification was made",
         "Variances beside HMC&#x27;s",

@@ -264,7 +264,7 @@ def _reliability_panel(top: Axes, bottom: Axes, name: str, bins: ReliabilityBins
         label="gap to its confidence",
     )  # fmt: skip
     verdict = "calibrated" if error < 0.01 else "too sure" if excess > 0 else "not sure enough"
-    _title(top, name, f"ECE {100 * error:.1f} %, {verdict}")
+    _title(top, name, f"ECE {error:.3f}, {verdict}")
     bottom.bar(middle, bins.share, width, color=colour)
     top.set(xlim=(0, 1), ylim=(0, 1.02))
     bottom.set(xlabel="confidence", yticks=[0, 0.5, 1], ylim=(0, 1))

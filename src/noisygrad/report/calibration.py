@@ -101,15 +101,19 @@ def methods_in(study: Study, data: str, configuration: str) -> dict[str, str]:
     return {short: name for name in names for short, found in [parts(name)] if found == configuration}
 
 
-def add_scores(page: Page, study: Study, data: str) -> None:
+def add_scores(page: Page, study: Study, data: str, topic: str) -> None:
     """A table for each configuration, and how much better calibrated noise makes K-FAC."""
-    page.section("Classification: calibration")
+    page.section(f"{topic}: calibration")
     page.text(
         "ECE is the mean distance between confidence and accuracy in 15 bins, nll the mean negative log-likelihood of "
-        "a test image. AUROC says how well images of house numbers (SVHN) are told from the test images, 1 being "
-        "perfect and 0.5 chance: by the entropy H of the prediction, or by the mutual information MI of label and "
-        "weights, which a method without a posterior does not have."
+        "a test image."
     )
+    if any(study.values(method, data, metric) for method in study.methods for metric in _AUROC):
+        page.text(
+            "AUROC says how well images of house numbers (SVHN) are told from the test images, 1 being perfect and 0.5 "
+            "chance: by the entropy H of the prediction, or by the mutual information MI of label and weights, which a "
+            "method without a posterior does not have."
+        )
     for configuration in CONFIGURATIONS:
         methods = methods_in(study, data, configuration)
         if methods:
@@ -144,13 +148,13 @@ def reliability_figure(study: Study, data: str) -> tuple[Figure, list[str]] | No
     return (reliability_of_bins(bins, colours=colours, columns=2), list(bins)) if bins else None
 
 
-def add_reliability(page: Page, study: Study, data: str) -> None:
+def add_reliability(page: Page, study: Study, data: str, topic: str) -> None:
     """The reliability diagrams, where there are any."""
     found = reliability_figure(study, data)
     if found is None:
         return
     figure, names = found
-    page.section("Classification: reliability")
+    page.section(f"{topic}: reliability")
     page.figure(
         figure,
         caption="How often a prediction is right, by how sure it is; below, the share of the test images in each bin. "
@@ -174,17 +178,21 @@ def reliability_of(cell: Cell) -> ReliabilityBins:
     return ReliabilityBins(share=np.array(share), confidence=np.array(confidence), accuracy=np.array(accuracy))
 
 
-def add_corruption(page: Page, study: Study, data: str) -> None:
+def add_corruption(page: Page, study: Study, data: str, topic: str) -> None:
     """Accuracy and ECE against the strength of three corruptions; nothing where no cell has them."""
     figures = {configuration: corruption_panels(study, data, configuration) for configuration in CONFIGURATIONS}
     figures = {configuration: panels for configuration, panels in figures.items() if panels}
     if not figures:
         return
-    page.section("Classification: corrupted images")
+    page.section(f"{topic}: corrupted images")
     page.text(
-        "The test images with noise, blur or less contrast, in five strengths; 0 is as they are. A method that knows "
-        "what it does not know loses accuracy like the others, but becomes less sure as it does: its ECE stays low."
+        "The test images with noise, blur or less contrast, in five strengths; 0 is as they are. A method that knew "
+        "what it does not know would lose accuracy like the others, but become less sure as it does, and keep its ECE "
+        "low. The table says how far that is so."
     )
+    table = corruption_table(study, data)
+    if table is not None:
+        page.table(table)
     for configuration, panels in figures.items():
         page.figure(
             curve_panels(panels, x_label="strength", columns=len(panels) // 2, height=2.7),
@@ -194,6 +202,29 @@ def add_corruption(page: Page, study: Study, data: str) -> None:
             + "; ".join(f"{panel.y_label}, {panel.ends}" for panel in panels)
             + ".",
         )
+
+
+def corruption_table(study: Study, data: str) -> Table | None:
+    """K-FAC and noisy K-FAC at the greatest strength of each corruption; None where no configuration has both."""
+    rows: list[dict[str, str | float | None]] = []
+    for configuration in CONFIGURATIONS:
+        for kind, title in _CORRUPTIONS.items():
+            row: dict[str, str | float | None] = {"configuration": configuration, "corruption": title}
+            for method in (WITHOUT_NOISE, OURS):
+                cells = study.of(full_name(method, configuration), data)
+                for metric in (ACCURACY, ECE):
+                    ends = [values[-1] for cell in cells if (values := listed(cell, f"{kind}_{metric.key}"))]
+                    row[f"{method} {metric.key}"] = float(np.mean(ends)) if ends else None
+            if None not in row.values():
+                rows.append(row)
+    if not rows:
+        return None
+    columns = [Column(key=name, header=name) for name in ("configuration", "corruption")]
+    for method in (WITHOUT_NOISE, OURS):
+        columns.append(Column(key=f"{method} {ACCURACY.key}", header=method, unit="%", digits=1))
+        columns.append(Column(key=f"{method} {ECE.key}", header=f"ECE of {method}", digits=3))
+    caption = "At the greatest strength, in the mean over the seeds"
+    return Table(columns=tuple(columns), rows=rows, caption=caption)
 
 
 def corruption_panels(study: Study, data: str, configuration: str) -> list[Panel]:

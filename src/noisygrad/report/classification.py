@@ -16,7 +16,6 @@ from noisygrad.report.calibration import (
     draws_table,
     listed,
     methods_in,
-    scores_table,
 )
 from noisygrad.report.comparison import ACCURACY, ACCURACY_OF_MANY, Metric, signed
 from noisygrad.report.figures import Curve, Panel, View, curve_panels
@@ -50,14 +49,21 @@ def sections(results: Path, page: Page) -> None:
         return
     _table_2(page, study)
     if _DATA in study.data:
-        add_scores(page, study, _DATA)
-        add_reliability(page, study, _DATA)
-        _curves(page, study)
-        add_corruption(page, study, _DATA)
+        _details(page, study, _DATA, "Classification")
         _averages(page, study)
-    _other_data(page, study)
+    for data in study.data:
+        if data != _DATA:
+            _details(page, study, data, _TITLES.get(data, data))
     add_shortfalls(page, study)
     _provenance(page, study)
+
+
+def _details(page: Page, study: Study, data: str, topic: str) -> None:
+    """Calibration, how the trainings went, and what spoilt images do, of one data set."""
+    add_scores(page, study, data, topic)
+    add_reliability(page, study, data, topic)
+    _curves(page, study, data, topic)
+    add_corruption(page, study, data, topic)
 
 
 def accuracy_table(study: Study) -> ComparisonTable:
@@ -152,15 +158,15 @@ def _spread(study: Study) -> str:
     return f" Our own differ by {deviation:.2f} points from seed to seed (standard deviation)."
 
 
-def _curves(page: Page, study: Study) -> None:
+def _curves(page: Page, study: Study, data: str, topic: str) -> None:
     figures = {
-        "Test accuracy": training_panels(study, "test_accuracy", "test accuracy (%)"),
-        "Training loss": training_panels(study, "train_loss", "training loss (nats)"),
-        "Median training loss": training_panels(study, "train_loss_median", "median loss of a batch (nats)"),
+        "Test accuracy": training_panels(study, data, "test_accuracy", "test accuracy (%)"),
+        "Training loss": training_panels(study, data, "train_loss", "training loss (nats)"),
+        "Median training loss": training_panels(study, data, "train_loss_median", "median loss of a batch (nats)"),
     }
     if not any(figures.values()):
         return
-    page.section("Classification: training")
+    page.section(f"{topic}: training")
     for title, panels in figures.items():
         if panels:
             page.figure(
@@ -171,12 +177,12 @@ def _curves(page: Page, study: Study) -> None:
             )
 
 
-def training_panels(study: Study, key: str, y_label: str) -> list[Panel]:
+def training_panels(study: Study, data: str, key: str, y_label: str) -> list[Panel]:
     """A panel for each configuration that has the metric, with the methods' trainings."""
     found: dict[str, dict[str, list[Curve]]] = {}
     for configuration in CONFIGURATIONS:
-        for short, method in methods_in(study, _DATA, configuration).items():
-            curves = [_curve(cell, key) for cell in study.of(method, _DATA) if listed(cell, key)]
+        for short, method in methods_in(study, data, configuration).items():
+            curves = [_curve(cell, key) for cell in study.of(method, data) if listed(cell, key)]
             if curves:
                 found.setdefault(configuration, {})[short] = curves
     every = [curve for methods in found.values() for curves in methods.values() for curve in curves]
@@ -245,17 +251,6 @@ def _averages(page: Page, study: Study) -> None:
         page.table(draws)
 
 
-def _other_data(page: Page, study: Study) -> None:
-    others = [data for data in study.data if data != _DATA]
-    if not others:
-        return
-    page.section("Classification: other data sets")
-    page.text("Of these the paper has no figures; they run on a laptop.")
-    for data in others:
-        methods = {method: method for method in study.methods if study.of(method, data)}
-        page.table(scores_table(study, data, methods, _TITLES.get(data, data)))
-
-
 def _settings_group(cell: Cell) -> tuple[str, str]:
     short, configuration = parts(cell.method)
     return short, configuration if cell.data == _DATA else f"{cell.data} {configuration}"
@@ -283,8 +278,10 @@ def _provenance(page: Page, study: Study) -> None:
     if own.cells:
         caption = "Wall time on CIFAR-10, all seeds together; trainings that ran side by side shared a device"
         page.table(wall_time_table(own, caption, corner="method", place=lambda cell: parts(cell.method)))
-    if others.cells:
-        page.table(wall_time_table(others, "Wall time on other data sets, all seeds together"))
+    for data in others.data:
+        alone = Study([cell for cell in others.cells if cell.data == data], ORDER)
+        caption = f"Wall time on {_TITLES.get(data, data)}, all seeds together"
+        page.table(wall_time_table(alone, caption, corner="method", place=lambda cell: parts(cell.method)))
     steps = step_table(study)
     if steps is not None:
         page.table(steps)
