@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,8 @@ def options(
     ] = False,
 ) -> None:
     """Bayesian deep learning by noisy natural gradient: swap the optimiser, get a posterior."""
+    # Of a program, where a warning comes from in the code is of no use.
+    warnings.formatwarning = lambda message, *args, **kwargs: f"Warning: {message}\n"
 
 
 def _writable_file(path: Path) -> Path:

@@ -97,6 +97,8 @@ def plan(
                 own = settings(method, configuration) | problem.settings.get(method, {})
                 own |= problem.choices.get((method, configuration), {})
                 check_changes(method, optional(method) | own, changes or {})
+                if (changes or {}).get("test_samples", 1) < 1:
+                    raise ValueError("test_samples must be at least 1: a prediction needs a draw of the weights")
                 config: Config = {
                     "epochs": epochs or problem.epochs,
                     "batch_size": min(problem.batch_size, train_size or problem.batch_size),
