@@ -14,7 +14,8 @@ Inputs: TypeAlias = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device; only on the way to a GPU is it right not to wait for it."""
+    """The tensor on a device; only on the way to a GPU is it right not to wait for it. TypeError for anything else."""
+    _check(tensor)
     return tensor.to(device, non_blocking=device.type == "cuda")
 
 
@@ -81,7 +82,7 @@ class Call:
             yield self.chosen(slice(first, first + size), dim_of)
 
 
-def _check(value: object, where: str) -> None:
+def _check(value: object, where: str = "") -> None:
     if not isinstance(value, Tensor):
         raise _unsuitable(value, where)
 
