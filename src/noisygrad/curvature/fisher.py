@@ -57,26 +57,22 @@ def fisher_passes(
         output, target = output.narrow(lead, 0, batch.kept), target.narrow(lead, 0, batch.kept)
     summed = bool(others) or any(unbatched(record.module, record.inputs, batch.size) for record in records)
     signs = random_signs(output, lead, generators) if summed else None
-    told = [False] * len(records) if summarise is None else heard(records)
+    known = [False] * len(records) if summarise is None else heard(records)
     layers = Layers(
-        [record for record, is_heard in zip(records, told, strict=True) if is_heard],
-        [record for record, is_heard in zip(records, told, strict=True) if not is_heard],
+        [record for record, is_heard in zip(records, known, strict=True) if is_heard],
+        [record for record, is_heard in zip(records, known, strict=True) if not is_heard],
         {record.unit.name: record.unit for record in records},
         summarise or (lambda unit, one: one),
     )
-    known = likelihood.seen(target)
     if kind == "exact":
         columns = likelihood.output_fisher_factor(output.detach())
         scale = len(columns) ** 0.5
         for column in columns:
-            start = column * scale if known is None else column * scale * known
-            yield _differentiate(output, _signed(start, signs), layers, others, batch, dtype)
+            yield _differentiate(output, _signed(column * scale, signs), layers, others, batch, dtype)
         return
     if kind == "sampled":
         target = likelihood.sample(output.detach(), generators)
-    score = likelihood.score(output, target)
-    start = score if known is None else score * known
-    yield _differentiate(output, _signed(start, signs), layers, others, batch, dtype)
+    yield _differentiate(output, _signed(likelihood.score(output, target), signs), layers, others, batch, dtype)
 
 
 def _signed(starts: Tensor, signs: Tensor | None) -> Tensor:

@@ -64,13 +64,6 @@ class Likelihood(nn.Module, ABC):
             (score,) = torch.autograd.grad(self.log_prob(leaf, target).sum(), leaf)
         return score
 
-    def seen(self, target: Tensor) -> Tensor | None:
-        """Which numbers of the output a target speaks of: a mask that broadcasts to the output, or None for all.
-
-        The Fisher leaves the others out, whose targets are not known, as `log_prob` does.
-        """
-        return None
-
     @abstractmethod
     def sample(self, output: Tensor, generators: Sequence[torch.Generator] | None = None) -> Tensor:
         """Targets drawn from the model given `output`, for the true Fisher; never waits for the device.

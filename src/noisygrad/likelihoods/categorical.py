@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,30 +13,7 @@ from noisygrad.predictions import CategoricalPrediction
 
 
 class Categorical(Likelihood):
-    """Logits `[*replicas, batch, *positions, classes]`, int64 labels `[*replicas, batch, *positions]`.
-
-    Args:
-        ignore_index: A negative label, such as -100, of positions whose class is not known (the padding of sequences,
-            say): they have no part in the loss and in the Fisher. The loss remains a sum over positions and a mean
-            over all examples. Predictions speak of all positions; measure them with the known ones.
-    """
-
-    def __init__(self, ignore_index: int | None = None) -> None:
-        super().__init__()
-        if ignore_index is not None and not (isinstance(ignore_index, int) and ignore_index < 0):
-            raise ValueError(
-                f"ignore_index must be a negative integer, which is no class; got {ignore_index!r}. Relabel what is to "
-                "be ignored: torch.where(target == 0, -100, target), for example"
-            )
-        self.ignore_index = ignore_index
-
-    def config(self) -> dict[str, Any]:
-        """The label that is ignored, where there is one."""
-        return {} if self.ignore_index is None else {"ignore_index": self.ignore_index}
-
-    def seen(self, target: Tensor) -> Tensor | None:
-        """The positions that have a class."""
-        return None if self.ignore_index is None else (target != self.ignore_index).unsqueeze(-1)
+    """Logits `[*replicas, batch, *positions, classes]`, int64 labels `[*replicas, batch, *positions]`."""
 
     def _check_dtype(self, target: Tensor) -> None:
         if target.dtype != torch.int64:
@@ -57,8 +33,7 @@ class Categorical(Likelihood):
 
     def harmless(self, output: Tensor, target: Tensor) -> Tensor:
         """Labels clamped to the classes there are: a GPU's own check would end the process."""
-        clamped = target.clamp(0, output.shape[-1] - 1)
-        return clamped if self.ignore_index is None else clamped.where(target != self.ignore_index, target)
+        return target.clamp(0, output.shape[-1] - 1)
 
     def invalid(self, output: Tensor, target: Tensor) -> Tensor:
         """Whether any label is outside 0..classes-1."""
@@ -72,25 +47,20 @@ class Categorical(Likelihood):
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         """Log-softmax at the label, `[*replicas, batch]`, summed over positions."""
-        known = self.seen(target)
-        index = target.unsqueeze(-1) if known is None else target.unsqueeze(-1).where(known, 0)
-        chosen = torch.log_softmax(widened(output), -1).gather(-1, index)
-        return self._sum_event((chosen if known is None else chosen.where(known, 0.0)).squeeze(-1))
+        chosen = torch.log_softmax(widened(output), -1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+        return self._sum_event(chosen)
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
-        """1 at the label and 0 elsewhere, less the probabilities; 0 where the class is not known."""
+        """1 at the label and 0 elsewhere, less the probabilities."""
         probs = torch.softmax(widened(output.detach()), -1)
         classes = torch.arange(output.shape[-1], device=output.device)
-        score, known = (target.unsqueeze(-1) == classes).to(probs.dtype).sub_(probs), self.seen(target)
-        return score if known is None else score.mul_(known)
+        return (target.unsqueeze(-1) == classes).to(probs.dtype).sub_(probs)
 
     def nll(self, output: Tensor, target: Tensor) -> Tensor:
         """Cross-entropy: mean over the batch, summed over positions and replicas."""
-        if output.ndim == 2 and self.ignore_index is None:
+        if output.ndim == 2:
             return F.cross_entropy(widened(output), target)
-        ignored = -100 if self.ignore_index is None else self.ignore_index
-        logits, labels = widened(output).flatten(0, -2), target.flatten()
-        total = F.cross_entropy(logits, labels, ignore_index=ignored, reduction="sum")
+        total = F.cross_entropy(widened(output).flatten(0, -2), target.flatten(), reduction="sum")
         return total / output.shape[len(self.replicas)]
 
     def sample(self, output: Tensor, generators: Sequence[torch.Generator] | None = None) -> Tensor:
