@@ -252,3 +252,20 @@ def test_noisy_adam_is_algorithm_1(case: dict, likelihood: str) -> None:
 
 
 # ---------------------------------------------------------------- Bayesian linear regression
+
+
+@pytest.mark.parametrize("noise", [True, False])
+def test_the_draw_of_a_fresh_pass_is_for_statistics_alone(noise: bool) -> None:
+    """Between statistics nothing is left of it: the step's gradient is at the weights of the step's own draw."""
+    torch.manual_seed(0)
+    x, y, found = torch.randn(6, 2), torch.randn(6, 1), []
+    for fisher_pass in ("same", "fresh"):
+        torch.manual_seed(1)
+        model = nn.Linear(2, 1)
+        optimizer = ng.NoisyFull(
+            model, ng.Gaussian(0.5), num_data=6, lr=0.1, prior_variance=0.1, fisher="exact", noise=noise, seed=0,
+            fisher_pass=fisher_pass, stats_every=1, factor_every=1,
+        )  # fmt: skip
+        optimizer.step(lambda model=model: (model(x), y))  # the Fisher of a linear model does not depend on its weights
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*found)

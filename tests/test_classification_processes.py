@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from noisygrad import distributed
 from noisygrad.data import load_images, subset
 from noisygrad.distributed import Processes
 from noisygrad.experiments import classification
@@ -87,3 +88,13 @@ def test_ranks_draw_crops_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(classification, "processes", lambda rank=rank: Processes(rank, 1))
         run_job(job, quiet)
     assert seen[0] == seen[2] != seen[1]
+
+
+def test_what_failed_in_another_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "of_every_process", lambda own: [own, "OutOfMemoryError: no more"])
+    with pytest.raises(RuntimeError, match="it failed in process 1: OutOfMemoryError: no more"):
+        distributed.in_all_processes(lambda: 3)
+    with pytest.raises(KeyError, match="mine"):
+        distributed.in_all_processes(lambda: {}["mine"])
+    monkeypatch.setattr(distributed, "of_every_process", lambda own: [own, None])
+    assert distributed.in_all_processes(lambda: 3) == 3

@@ -93,7 +93,7 @@ def test_a_killed_training_goes_on_at_its_checkpoint(tmp_path: Path, monkeypatch
         ({"methods": ["SGD"], "configurations": ["plain"], "epochs": 2}, "with epochs = 3, this one has 2"),
         (
             {"methods": ["SGD"], "configurations": ["plain"], "train_size": 500},
-            "with train_size = 400, this one has 500",
+            "with num_data = 400, this one has 500",
         ),
     ],
 )

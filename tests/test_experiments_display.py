@@ -120,6 +120,17 @@ def test_a_log_has_a_line_now_and_then_on_what_is_at_work(clock: Clock) -> None:
     assert log.spent() == pytest.approx(1.75)
 
 
+def test_jobs_that_differ_by_replicates_alone_are_counted_apart() -> None:
+    log = Display(None, total=4, done=0, cost=4.0)
+    first, second = job("yacht", 0, 1), job("yacht", 2, 3)
+    for each in (first, second):
+        log.within(each, 0.5, "half")
+    assert log.spent() == pytest.approx(2.0)
+    log.finished(first, [])
+    log.within(second, 0.75, "more")
+    assert log.spent() == pytest.approx(3.5)
+
+
 def test_the_running_figures_are_means_and_the_ends_of_curves() -> None:
     figures = [{"kl": 0.0, "rmse": [3.0, 1.0], "empty": []}, {"kl": 0.0, "rmse": [3.0, 2.0], "empty": []}]
     cells = [job().cell(EXPERIMENT, n, each, seconds=1.0, device="cpu") for n, each in enumerate(figures)]

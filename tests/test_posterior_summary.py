@@ -52,6 +52,22 @@ def test_the_summary_is_that_of_the_dense_gaussian(kind: type[ng.optim.NoisyOpti
         assert [piece.name for piece in summary.pieces] == ["0", "2", "3", "4"]
 
 
+def test_groups_of_a_convolution_add_up() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(4, 6, 2, groups=2), nn.Flatten(), nn.Linear(12, 1)).double()
+    optimizer = ng.NoisyKFAC(model, ng.Gaussian(noise_variance=0.1), num_data=DATA, prior_variance=VARIANCE, seed=0)
+    x = torch.randn(5, 4, 3, dtype=torch.float64)
+    optimizer.step(lambda: (model(x), x[:, :1, 0]))
+    posterior = optimizer.posterior()
+    summary, deviations = posterior.summary(), posterior.std()
+    widths = torch.cat([deviations[f"0.{name}"].flatten() for name in ("weight", "bias")])
+    piece = summary.pieces[0]
+    assert piece.weights == len(widths)
+    assert piece.width == pytest.approx(float(widths.square().mean().sqrt()))
+    assert piece.determined == pytest.approx(float((1.0 - widths.square() / VARIANCE).sum()))
+    assert summary.kl == pytest.approx(float(posterior.kl()))
+
+
 def test_it_is_printed_as_a_table() -> None:
     summary = fitted(ng.NoisyKFAC, network()).summary()
     lines = str(summary).splitlines()

@@ -94,6 +94,14 @@ def test_a_loader_of_three_tensors_is_told_what_to_do(data: tuple[Tensor, Tensor
         ng.train(optimizer, [((x, word.tolist()), y)], epochs=1, progress=False)
 
 
+def test_a_pair_of_several_inputs_and_targets_is_no_loader(data: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, word, y = data
+    optimizer = ng.NoisyKFAC(Two(), ng.Gaussian(), **SETTINGS)
+    for inputs in ((x, word), {"x": x, "word": word}):
+        with pytest.raises(ValueError, match="several inputs give an iterable of such batches"):
+            ng.train(optimizer, (inputs, y), epochs=1, progress=False)
+
+
 def test_a_tensor_without_dimensions_is_for_all_examples(data: tuple[Tensor, Tensor, Tensor]) -> None:
     x, word, y = data
     posterior = fitted(Two(), [((x, word), y)])

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 Found = TypeVar("Found")
+_PATIENCE = timedelta(minutes=10)
+"""How long a process waits for a message of another, which may have failed."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ def join_processes(device: str) -> Iterator[Processes]:
     if together:
         if device.startswith("cuda"):
             _take_own_gpu(device, int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=_PATIENCE)
     try:
         yield processes()
     finally:
@@ -67,8 +70,8 @@ def _take_own_gpu(device: str, number: int) -> None:
 def in_all_processes(work: Callable[[], Found]) -> Found:
     """What `work` gives in this process; raises if it failed in any, so that all of them go on with the same.
 
-    That brings processes together again which failed at the same point. One that fails while others wait for its part
-    of a message leaves them waiting until the message times out.
+    That brings processes together again which failed at the same point. Where one fails while others wait for its part
+    of a message, all of them end when that message times out.
     """
     failure: Exception | None = None
     found: list[Found] = []
@@ -76,11 +79,12 @@ def in_all_processes(work: Callable[[], Found]) -> Found:
         found.append(work())
     except Exception as error:
         failure = error
-    failed = [rank for rank, bad in enumerate(of_every_process(failure is not None)) if bad]
+    told = of_every_process(None if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure
-    if failed:
-        raise RuntimeError(f"it failed in process {failed[0]}, which says why")
+    for rank, text in enumerate(told):
+        if text is not None:
+            raise RuntimeError(f"it failed in process {rank}: {text}")
     return found[0]
 
 

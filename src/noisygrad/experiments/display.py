@@ -17,6 +17,7 @@ from rich.text import Text
 from noisygrad.experiments.cells import Cell, Job
 
 Announce: TypeAlias = Callable[[str], None]
+_Key: TypeAlias = tuple[str, tuple[int, ...]]
 
 _EVERY_SECONDS = 0.1
 _LINE_SECONDS = 60.0
@@ -42,9 +43,9 @@ class Display:
         self.console = Console(file=sys.stderr, highlight=False, markup=False, soft_wrap=True)
         self.announce, self.total, self.done = announce, total, done
         self._cost, self._spent, self._start = cost, 0.0, time.monotonic()
-        self._at_work: dict[str, tuple[Job, float, str]] = {}
+        self._at_work: dict[_Key, tuple[Job, float, str]] = {}
         """Jobs with the fraction that is done and a word on what they do."""
-        self._ended: set[str] = set()
+        self._ended: set[_Key] = set()
         self._lock = threading.RLock()
 
     def say(self, text: str) -> None:
@@ -54,15 +55,15 @@ class Display:
     def within(self, job: Job, fraction: float, text: str) -> None:
         """A job is done in part; any thread may say so, and too late."""
         with self._lock:
-            if (label := _label(job)) not in self._ended:
-                self._at_work[label] = job, min(max(fraction, 0.0), 1.0), text
+            if (key := _key(job)) not in self._ended:
+                self._at_work[key] = job, min(max(fraction, 0.0), 1.0), text
                 self._show_work()
 
     def finished(self, job: Job, cells: Sequence[Cell]) -> None:
         """A job has ended, with cells or without."""
         with self._lock:
-            self._ended.add(_label(job))
-            self._at_work.pop(_label(job), None)
+            self._ended.add(_key(job))
+            self._at_work.pop(_key(job), None)
             self._spent += cost_of(job)
             self.done += sum(cell.error is None for cell in cells)
             for cell in cells:
@@ -91,7 +92,7 @@ class Display:
         if len(self._at_work) == 1:
             ((job, _, text),) = self._at_work.values()
             return f"{job.name}: {text}"
-        return "  ".join(f"{label} {fraction:.0%}" for label, (_, fraction, _) in self._at_work.items())
+        return "  ".join(f"{_label(job)} {fraction:.0%}" for job, fraction, _ in self._at_work.values())
 
 
 class Lines(Display):
@@ -199,6 +200,11 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
 
 
+def _key(job: Job) -> _Key:
+    """Tells the jobs of a plan apart."""
+    return job.name, job.replicates
+
+
 def _label(job: Job) -> str:
-    """Tells the jobs of a plan apart: with the replicate where it is a single one, such as a seed of a method."""
+    """With the replicate where it is a single one, such as a seed of a method."""
     return job.name if len(job.replicates) > 1 else f"{job.name} [{job.replicates[0]}]"

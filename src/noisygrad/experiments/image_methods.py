@@ -89,7 +89,7 @@ def optional(method: str) -> Config:
 def schedule(optimizer: torch.optim.Optimizer, config: Config) -> torch.optim.lr_scheduler.LRScheduler:
     """By epochs: the step size rises from epoch to epoch during the warm-up, and is divided by ten at each drop."""
     warm_up = config.get("warm_up", 0)
-    drops = [max(1, int(share * config["epochs"])) for share in config["lr_drops"]]
+    drops = [max(1, int(share * config["epochs"] + 1e-9)) for share in config["lr_drops"]]
 
     def factor(epoch: int) -> float:
         return float(min(1.0, (epoch + 1) / (warm_up + 1)) * 0.1 ** sum(epoch >= drop for drop in drops))

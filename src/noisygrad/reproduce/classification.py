@@ -95,7 +95,6 @@ def classification(
         name = experiment.VALIDATION if validation else experiment.EXPERIMENT
         folder = (results / "checkpoints" if checkpoints is None else checkpoints).resolve()
         make_folder("--results", results)
-        make_folder("--checkpoints", folder)
         train = partial(
             experiment.run_job,
             data_dir=data_folder(data_dir),
@@ -104,6 +103,8 @@ def classification(
             checkpoint_every=checkpoint_every,
         )
         left = _left(name, jobs, results)
+        if left:
+            make_folder("--checkpoints", folder)
         if processes.rank > 0:
             for job in left:
                 with suppress(Exception):  # the first process tells of it
@@ -124,9 +125,17 @@ def classification(
 
 def _together(train: Work, job: Job, report: Report) -> list[Cell]:
     """A job that fails in one process has failed in all of them, and they go on with the next."""
-    from noisygrad.distributed import in_all_processes
+    from noisygrad.distributed import in_all_processes, processes
 
-    return in_all_processes(lambda: train(job, report))
+    def told() -> list[Cell]:
+        try:
+            return train(job, report)
+        except Exception as error:
+            if processes().size > 1:  # at once: the others may be waiting for this process in vain
+                typer.echo(f"process {processes().rank}, {job.name}: {type(error).__name__}: {error}", err=True)
+            raise
+
+    return in_all_processes(told)
 
 
 def _left(experiment: str, jobs: Sequence[Job], results: Path) -> list[Job]:

@@ -93,17 +93,15 @@ def train(
     replicas = optimizer.structure.replicas if isinstance(optimizer, NoisyOptimizer) else ()
     device = next(model.parameters()).device
     batches = _batches(data, batch_size, replicas, shuffle, drop_last, device)
-    known: dict[str, Any] = dict(settings or {})
+    known: dict[str, Any] = {}
     if isinstance(batches, TensorBatches):
-        known |= {"batch_size": batches.batch_size, "num_data": batches.num_data}
+        known = {"batch_size": batches.batch_size, "num_data": batches.num_data}
         known |= {"shuffle": shuffle, "drop_last": drop_last}
 
-    run = _Run(optimizer, model, scheduler, batches, known, _seeds(seed, replicas))
+    run = _Run(optimizer, model, scheduler, batches, known, dict(settings or {}), _seeds(seed, replicas))
     history = History()
     if checkpoint is not None and resume and Path(checkpoint).is_file():
-        history = run.load(Path(checkpoint), seed is not None)
-        if history.epochs > epochs:
-            raise CheckpointError(f"{checkpoint} has {history.epochs} epochs, more than the {epochs} asked for")
+        history = run.load(Path(checkpoint), seed is not None, epochs)
     every_step = scheduler if schedule_every == "step" else None
     with reporter(progress, epochs, history.epochs) as report:
         for epoch in range(history.epochs + 1, epochs + 1):
@@ -158,6 +156,7 @@ class _Run:
         scheduler: Stateful | None,
         batches: TensorBatches | LoaderBatches,
         settings: dict[str, Any],
+        own: dict[str, Any],
         seeds: list[int],
     ) -> None:
         self._states: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
@@ -167,7 +166,7 @@ class _Run:
             "optimizer": list(optimizer.generators) if isinstance(optimizer, NoisyOptimizer) else [],
             "loader": [] if loader is None else [loader],
         }
-        self._settings = settings
+        self._settings, self._own = settings, own
         self.seeds = seeds
 
     def random(self) -> dict[str, Any]:
@@ -177,9 +176,9 @@ class _Run:
 
     def save(self, path: Path, history: History, random: list[dict[str, Any]]) -> None:
         extra = {"history": history.to_dict(), "seeds": self.seeds, "settings": self._settings, "random": random}
-        save_checkpoint(path, **self._states, extra=extra)
+        save_checkpoint(path, **self._states, extra={**extra, "own": self._own})
 
-    def load(self, path: Path, seeded: bool) -> History:
+    def load(self, path: Path, seeded: bool, epochs: int) -> History:
         try:
             extra = load_checkpoint(path)
         except CheckpointError as error:
@@ -190,16 +189,26 @@ class _Run:
             raise CheckpointError(f"{path} was saved by an earlier noisygrad; delete it to start afresh")
         ours: dict[str, Any] = {**self._settings, **({"seed": self.seeds} if seeded else {})}
         theirs = {**extra["settings"], "seed": extra["seeds"]}
-        for name, value in ours.items():
-            if theirs.get(name) != value:
-                raise CheckpointError(
-                    f"{path} is of a run with {name} = {theirs.get(name)}, this one has {value}: give the same, or "
-                    "delete it (or give resume=False) to start afresh"
-                )
+        self._compare(path, ours, {name: theirs.get(name) for name in ours})
+        self._compare(path, self._own, extra.get("own", {}))
+        history = History.from_dict(extra["history"])
+        if history.epochs > epochs:
+            raise CheckpointError(
+                f"{path} has {history.epochs} epochs, more than the {epochs} of this run: give as many, or delete it "
+                "(or give resume=False) to start afresh"
+            )
         load_checkpoint(path, **self._states)
         self.seeds = list(extra["seeds"])
         self._set_random(extra["random"])
-        return History.from_dict(extra["history"])
+        return history
+
+    def _compare(self, path: Path, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+        for name in (*ours, *(name for name in theirs if name not in ours)):
+            if theirs.get(name) != ours.get(name):
+                raise CheckpointError(
+                    f"{path} is of a run with {name} = {theirs.get(name)}, this one has {ours.get(name)}: give the "
+                    "same, or delete it (or give resume=False) to start afresh"
+                )
 
     def _set_random(self, saved: list[dict[str, Any]]) -> None:
         """As this process was; among another number of processes as the first was, but for the optimiser's noise."""
@@ -250,6 +259,11 @@ def _batches(
             if tensor.device != device:
                 raise ValueError(f"{name} is on {tensor.device}, the model on {device}: move the data there once")
         return TensorBatches(x, y, batch_size=batch_size, replicas=replicas, shuffle=shuffle, drop_last=drop_last)
+    if isinstance(data, tuple | list) and len(data) == 2 and isinstance(data[1], Tensor):
+        raise ValueError(
+            f"data is a pair of a {type(data[0]).__name__} and a tensor: for a model with several inputs give an "
+            "iterable of such batches, a DataLoader or [(x, y)] for example"
+        )
     if batch_size is not None or drop_last or not shuffle:
         raise ValueError(
             "batch_size, shuffle and drop_last are for a pair of tensors; a loader has its own: set them there"
