@@ -6,9 +6,10 @@ factorisation of the blocks is shared out among them, and the results are sent t
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -49,11 +50,23 @@ def join_processes(device: str) -> Iterator[Processes]:
         if device.startswith("cuda"):
             _take_own_gpu(device, int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=_PATIENCE)
+    if not together:
+        yield processes()
+        return
+    interrupted = True
     try:
         yield processes()
+        interrupted = False
+    except Exception:
+        interrupted = False
+        raise
     finally:
-        if together:
-            dist.destroy_process_group()
+        # A process that leaves while others have the group still open is now and then aborted at its end.
+        if not interrupted:
+            with suppress(RuntimeError):  # another has died
+                dist.barrier()
+        gc.collect()  # models made for several processes hold on to the group
+        dist.destroy_process_group()
 
 
 def _take_own_gpu(device: str, number: int) -> None:
