@@ -1,6 +1,7 @@
 import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -94,6 +95,12 @@ def test_version_and_help():
     text = runner.invoke(main, ["demo", "--help"], env={"NO_COLOR": "1", "COLUMNS": "100"}).output
     for option in ("--output", "--seed", "--quick"):
         assert option in text
+
+
+def test_the_form_of_warnings_is_the_commands_alone():
+    usual = warnings.formatwarning
+    assert runner.invoke(main, ["data", "list"]).exit_code == 0
+    assert warnings.formatwarning is usual
 
 
 def test_runs_as_a_module():

@@ -16,7 +16,7 @@ from noisygrad.data import load_images, subset
 from noisygrad.experiments import calibration, classification
 from noisygrad.experiments.cells import Results
 from noisygrad.experiments.classification import Learning, held_out, plan, run_job
-from noisygrad.experiments.configurations import full_name, has
+from noisygrad.experiments.configurations import CONFIGURATIONS, full_name, has
 from noisygrad.experiments.image_methods import METHODS, UnknownImageMethodError, schedule, settings
 from noisygrad.training.augmentation import random_crop
 from noisygrad.training.checkpoint import CheckpointError
@@ -339,3 +339,26 @@ def test_scores_by_the_number_of_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["accuracy_by_draws"][1] == pytest.approx(alone["accuracy"])
     assert found["nll_by_draws"][0] != found["nll_by_draws"][1]
     assert calibration.nll_of_draws(posterior, *asked, samples=4)[0] == pytest.approx(found["nll_by_draws"][0])
+
+
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        ("SGD", {"lr": -1}),
+        ("SGD", {"momentum": 1.5}),
+        ("SGD", {"weight_decay": -1.0}),
+        ("SGD", {"lr_drops": [2.0]}),
+        ("SGD", {"warm_up": -1}),
+        ("BBB", {"initial_std": 0.0}),
+        ("BBB", {"test_samples": 0}),
+        ("noisy-Adam", {"kl_clip_decay": -0.9}),
+        ("noisy-K-FAC", {"prior_variance": -1}),
+        ("noisy-K-FAC", {"fisher_start": "never"}),
+    ],
+)
+def test_an_impossible_value_is_refused_before_anything_starts(method: str, changes: dict[str, object]) -> None:
+    state = torch.get_rng_state()
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        plan("digits", [method], ["plain"], validation=True, changes=changes)
+    plan("digits", METHODS, tuple(CONFIGURATIONS), validation=True, changes={"lr": 0.5})
+    assert torch.equal(torch.get_rng_state(), state)

@@ -42,13 +42,16 @@ def _show_version(wanted: bool) -> None:
 
 @main.callback()
 def options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Bayesian deep learning by noisy natural gradient: swap the optimiser, get a posterior."""
-    # Of a program, where a warning comes from in the code is of no use.
+    # Of a program, where a warning comes from in the code is of no use; a process that goes on has its own way again.
+    usual = warnings.formatwarning
     warnings.formatwarning = lambda message, *args, **kwargs: f"Warning: {message}\n"
+    context.call_on_close(lambda: setattr(warnings, "formatwarning", usual))
 
 
 def _writable_file(path: Path) -> Path:

@@ -37,7 +37,16 @@ from noisygrad.experiments.cells import Cell, Job
 from noisygrad.experiments.changes import check_changes, named_after
 from noisygrad.experiments.configurations import BF16, CONFIGURATIONS, LEARNED_NORM, full_name, has
 from noisygrad.experiments.environment import device_name
-from noisygrad.experiments.image_methods import METHODS, Config, Trainer, make_trainer, optional, schedule, settings
+from noisygrad.experiments.image_methods import (
+    METHODS,
+    Config,
+    Trainer,
+    check_settings,
+    make_trainer,
+    optional,
+    schedule,
+    settings,
+)
 from noisygrad.experiments.image_problems import PROBLEMS
 from noisygrad.networks import VGG16, ConvNet
 from noisygrad.optim.generators import BETWEEN_RANKS
@@ -84,7 +93,7 @@ def plan(
         changes: Other settings of the methods, by name; the jobs are named after them. For validation alone.
 
     Raises:
-        ValueError: For changes without validation, or of a setting that a method does not have.
+        ValueError: For changes without validation, of a setting that a method does not have, or to an impossible value.
     """
     if changes and not validation:
         raise ValueError("settings are chosen on images held out of the training part: ask for validation")
@@ -97,8 +106,8 @@ def plan(
                 own = settings(method, configuration) | problem.settings.get(method, {})
                 own |= problem.choices.get((method, configuration), {})
                 check_changes(method, optional(method) | own, changes or {})
-                if (changes or {}).get("test_samples", 1) < 1:
-                    raise ValueError("test_samples must be at least 1: a prediction needs a draw of the weights")
+                if changes:
+                    check_settings(method, own | changes)
                 config: Config = {
                     "epochs": epochs or problem.epochs,
                     "batch_size": min(problem.batch_size, train_size or problem.batch_size),

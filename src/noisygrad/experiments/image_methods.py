@@ -21,6 +21,7 @@ from noisygrad.experiments.configurations import CONFIGURATIONS
 from noisygrad.likelihoods import Categorical
 from noisygrad.optim import CapturedStep, NoisyAdam, NoisyKFAC
 from noisygrad.optim.graphs import Replays
+from noisygrad.optim.options import fraction, positive
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import build_structure
@@ -95,6 +96,36 @@ def schedule(optimizer: torch.optim.Optimizer, config: Config) -> torch.optim.lr
         return float(min(1.0, (epoch + 1) / (warm_up + 1)) * 0.1 ** sum(epoch >= drop for drop in drops))
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def check_settings(method: str, config: Config) -> None:
+    """Refuse values that a training could not start with, by starting one on the smallest network there is.
+
+    Raises:
+        ValueError: In the words of whatever is given the value.
+    """
+    if config["test_samples"] < 1:
+        raise ValueError("test_samples must be at least 1: a prediction needs a draw of the weights")
+    if not all(isinstance(share, int | float) and 0 < share <= 1 for share in config["lr_drops"]):
+        raise ValueError(f"lr_drops must be shares of the training, above 0 and at most 1; got {config['lr_drops']}")
+    if config.get("warm_up", 0) < 0:
+        raise ValueError(f"warm_up must be a number of epochs, at least 0; got {config['warm_up']}")
+    for name in ("lr", "kl_clip_decay"):
+        positive(name, config.get(name, 1.0))
+    fraction("momentum", config.get("momentum", 0.0))
+    nothing = torch.zeros(1, 1)
+    with torch.random.fork_rng(devices=[]):  # the network's initial weights are nobody's concern
+        make_trainer(
+            method,
+            config,
+            nn.Linear(1, 1),
+            num_data=1,
+            steps_per_epoch=1,
+            inputs=nothing,
+            labels=nothing,
+            prepare=lambda: None,
+            seed=0,
+        )
 
 
 @dataclass
