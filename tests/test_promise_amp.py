@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
+from torch import nn
 
 import noisygrad as ng
 from compare import (
@@ -17,6 +20,7 @@ from compare import (
     snapshot,
     train,
 )
+from noisygrad.optim import graphs
 
 SCALE = 2.0**12
 
@@ -215,3 +219,26 @@ def test_every_draw_is_seen_inside_one_region_of_autocast(form):
     assert float((first - second).abs().max()) > 0.05
     if form == "after a step":
         torch.testing.assert_close(second, model(x), rtol=0.05, atol=0.05)  # the mean, as in full precision
+
+
+def test_what_a_replayed_graph_changes_is_seen_inside_a_region_of_autocast(monkeypatch):
+    """Emulated on a CPU: a graph that has moved the weights, of which autocast keeps narrow copies."""
+
+    class Replayed:
+        pool = None
+
+        def __init__(self, work, *args, **kwargs):
+            self.work = work
+
+        def __call__(self):
+            self.work()
+
+    monkeypatch.setattr(graphs, "Replay", Replayed)
+    monkeypatch.setattr(graphs, "capturing", lambda: False)
+    layer, x = nn.Linear(3, 2, bias=False), torch.ones(1, 3)
+    replays = graphs.Replays(types.SimpleNamespace(type="cuda"))
+    with torch.autocast("cpu", torch.bfloat16):
+        before = layer(x)
+        replays.run("move", 0, lambda: layer.weight.data.mul_(2.0))
+        after = layer(x)
+    assert torch.equal(after, 2 * before)
