@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import noisygrad as ng
 from noisygrad.curvature.capture import Capture
-from noisygrad.curvature.layers import REGISTRY, Layer, find_units
+from noisygrad.curvature.layers import REGISTRY, Batch, Layer, find_units
 from noisygrad.curvature.passes import MatrixPass
 from noisygrad.curvature.units import Slot, Unit
 from noisygrad.posterior.structure import build_structure, parameter_order
@@ -127,7 +127,7 @@ def test_a_layer_of_two_units(monkeypatch: pytest.MonkeyPatch) -> None:
     def units(name: str, module: nn.Module, trainable: frozenset[str]) -> list[Unit]:
         return [Unit(f"{name}.{p}", "matrix", 2, 3, (Slot(f"{name}.{p}", 0, 3),), "Twofold") for p in ("left", "right")]
 
-    def observe(unit: Unit, module: nn.Module, inputs: Tensor, gradient: Tensor, batch: int) -> MatrixPass:
+    def observe(unit: Unit, module: nn.Module, inputs: Tensor, gradient: Tensor, batch: Batch) -> MatrixPass:
         part = gradient[:, :2] if unit.name.endswith("left") else gradient[:, 2:]
         return MatrixPass(inputs.unsqueeze(-2), part.unsqueeze(-2), False)
 

@@ -13,7 +13,7 @@ from noisygrad.curvature import convolution, kernels, passes
 from noisygrad.curvature.capture import Capture
 from noisygrad.curvature.convolution import ConvolutionPass, PatchedPass
 from noisygrad.curvature.fisher import fisher_passes
-from noisygrad.curvature.layers import find_layer, find_units
+from noisygrad.curvature.layers import Batch, find_layer, find_units
 from noisygrad.curvature.passes import MatrixPass, sum_of_squared_products
 from noisygrad.curvature.windows import patches, two_axes
 from noisygrad.families import products
@@ -37,8 +37,9 @@ def observe(module, images, batch=None):
     (units,) = find_units(module)[1].values()
     gradient = torch.randn_like(module(images))
     layer = find_layer(module)
+    size = batch or len(images)
     with torch.no_grad():
-        return layer.observe(units[0], module, images, gradient, batch or len(images)), gradient
+        return layer.observe(units[0], module, images, gradient, Batch(size, size, images.dtype)), gradient
 
 
 def truth(module, images, gradient, constant):

@@ -197,3 +197,10 @@ def test_half_precision_and_gradients_stay_outside() -> None:
     prediction = RegressionPrediction(location, torch.ones(1))
     assert prediction.mean.dtype == torch.float32
     assert not prediction.log_prob(torch.zeros(3, 1)).requires_grad
+
+
+@pytest.mark.parametrize("log_rate", [20.0, 38.0, 60.0])
+def test_quantiles_of_huge_counts_are_found(log_rate: float) -> None:
+    """Above 2^53 neighbouring integers are one number: a search for the smallest one must end all the same."""
+    prediction = PoissonPrediction(torch.full((3, 1, 1), log_rate, dtype=torch.float64))
+    torch.testing.assert_close(prediction.quantile(0.5), prediction.mean, rtol=1e-6, atol=0.0)

@@ -385,9 +385,9 @@ class PoissonPrediction(Prediction):
             raise ValueError("some rates are not finite, so that their quantiles do not exist: check the network.")
         while bool((short := self.cdf(high) < level).any()):
             low, high = torch.where(short, high, low), torch.where(short, 2 * high + 1, high)
-        # The invariant is cdf(low) < level <= cdf(high): it ends at the smallest integer that reaches the level.
-        while bool((high - low > 1).any()):
-            middle = torch.floor(0.5 * (low + high))
+        # The invariant is cdf(low) < level <= cdf(high): it ends at the smallest integer that reaches the level, or,
+        # above 2^53, at the smallest that there is a number for.
+        while bool((((middle := torch.floor(0.5 * (low + high))) > low) & (middle < high)).any()):
             below = self.cdf(middle) < level
             low, high = torch.where(below, middle, low), torch.where(below, high, middle)
         return high.to(self.log_rate.dtype)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from noisygrad.curvature.layers import Layer, observe_linear, register
+from noisygrad.curvature.layers import Batch, Layer, observe_linear, register
 from noisygrad.curvature.passes import Pass
 from noisygrad.curvature.units import Slot, Unit
 
@@ -59,7 +59,9 @@ def _unit(name: str, outputs: int, inputs: int, slots: list[Slot], constant: boo
     return Unit(name, "matrix", outputs, inputs, tuple(slots), "MultiheadAttention", constant=constant)
 
 
-def _observe_attention(unit: Unit, module: nn.MultiheadAttention, inputs: Tensor, gradient: Tensor, batch: int) -> Pass:
+def _observe_attention(
+    unit: Unit, module: nn.MultiheadAttention, inputs: Tensor, gradient: Tensor, batch: Batch
+) -> Pass:
     if not module.batch_first and inputs.dim() == 3:
         inputs, gradient = inputs.transpose(0, 1), gradient.transpose(0, 1)
     return observe_linear(unit, module, inputs, gradient, batch)

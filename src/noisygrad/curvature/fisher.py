@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from noisygrad.curvature.capture import Record
-from noisygrad.curvature.layers import Batch, find_layer, first_examples, unbatched
+from noisygrad.curvature.layers import Batch, find_layer, perhaps_summed
 from noisygrad.curvature.passes import Pass, SummedPass
 from noisygrad.curvature.summaries import Summarise, Summary, heard, listening
 from noisygrad.curvature.units import Unit
@@ -52,10 +52,10 @@ def fisher_passes(
     `summarise`, that is all that is kept of a pass.
     """
     lead = len(likelihood.replicas)
-    batch = Batch(output.shape[lead], output.shape[lead] if keep is None else keep)
+    batch = Batch(output.shape[lead], output.shape[lead] if keep is None else keep, dtype)
     if batch.kept < batch.size:
         output, target = output.narrow(lead, 0, batch.kept), target.narrow(lead, 0, batch.kept)
-    summed = bool(others) or any(unbatched(record.module, record.inputs, batch.size) for record in records)
+    summed = bool(others) or any(perhaps_summed(record.module, record.inputs) for record in records)
     signs = random_signs(output, lead, generators) if summed else None
     known = [False] * len(records) if summarise is None else heard(records)
     layers = Layers(
@@ -68,11 +68,11 @@ def fisher_passes(
         columns = likelihood.output_fisher_factor(output.detach())
         scale = len(columns) ** 0.5
         for column in columns:
-            yield _differentiate(output, _signed(column * scale, signs), layers, others, batch, dtype)
+            yield _differentiate(output, _signed(column * scale, signs), layers, others, batch)
         return
     if kind == "sampled":
         target = likelihood.sample(output.detach(), generators)
-    yield _differentiate(output, _signed(likelihood.score(output, target), signs), layers, others, batch, dtype)
+    yield _differentiate(output, _signed(likelihood.score(output, target), signs), layers, others, batch)
 
 
 def _signed(starts: Tensor, signs: Tensor | None) -> Tensor:
@@ -97,12 +97,12 @@ def passes_after_backward(
     For parameters without a layer only the summed gradient is there, without signs, so that theirs comes out too large.
     """
     seen = [record for record in records if record.kept]
-    batch = Batch(size, size)
+    batch = Batch(size, size, dtype)
     gradients = [torch.stack(record.kept).sum(dim=0) * size for record in seen]
-    passes = _layer_passes(seen, gradients, batch, dtype)
+    passes = _layer_passes(seen, gradients, batch)
     for unit, parameter in others:
         if parameter.grad is not None:
-            passes[unit.name] = _summed(unit, parameter.grad * size, batch, dtype)
+            passes[unit.name] = _summed(unit, parameter.grad * size, batch)
     return passes
 
 
@@ -117,9 +117,7 @@ class Layers:
     summarise: Summarise
 
 
-def _differentiate(
-    output: Tensor, start: Tensor, layers: Layers, others: Parameters, batch: Batch, dtype: torch.dtype
-) -> dict[str, Pass]:
+def _differentiate(output: Tensor, start: Tensor, layers: Layers, others: Parameters, batch: Batch) -> dict[str, Pass]:
     """The passes of a backward pass that starts at the output with these numbers."""
     places = [*(record.edge for record in layers.asked), *(get_gradient_edge(parameter) for _, parameter in others)]
     if not places:
@@ -135,19 +133,19 @@ def _differentiate(
     def take(record: Record, gradient: Tensor) -> None:
         # In a backward pass no gradients are recorded.
         with _without_autocast(device):
-            keep(record.unit.name, _layer_pass(record, gradient, batch, dtype), (record.inputs,))
+            keep(record.unit.name, _layer_pass(record, gradient, batch), (record.inputs,))
 
     with listening(layers.heard, take):
         gradients = torch.autograd.grad(output, places, start.to(output.dtype), retain_graph=True, allow_unused=True)
     used = [(record, g) for record, g in zip(layers.asked, gradients, strict=False) if g is not None]
     inputs = [record.inputs for record, _ in used]
     with torch.no_grad(), _without_autocast(device):
-        for name, one in _layer_passes([r for r, _ in used], [g for _, g in used], batch, dtype).items():
+        for name, one in _layer_passes([r for r, _ in used], [g for _, g in used], batch).items():
             keep(name, one, inputs)
     passes = {name: found[name] for name in layers.units if name in found}
     for (unit, _), gradient in zip(others, gradients[len(layers.asked) :], strict=True):
         if gradient is not None:
-            passes[unit.name] = _summed(unit, gradient, batch, dtype)
+            passes[unit.name] = _summed(unit, gradient, batch)
     return passes
 
 
@@ -155,28 +153,20 @@ def _without_autocast(device: str) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
-def _summed(unit: Unit, gradient: Tensor, batch: Batch, dtype: torch.dtype) -> SummedPass:
-    return SummedPass(gradient.detach().to(dtype).flatten(start_dim=len(unit.replicas)), batch.kept)
+def _summed(unit: Unit, gradient: Tensor, batch: Batch) -> SummedPass:
+    return SummedPass(gradient.detach().to(batch.dtype).flatten(start_dim=len(unit.replicas)), batch.kept)
 
 
-def _layer_passes(
-    records: Sequence[Record], gradients: Sequence[Tensor], batch: Batch, dtype: torch.dtype
-) -> dict[str, Pass]:
+def _layer_passes(records: Sequence[Record], gradients: Sequence[Tensor], batch: Batch) -> dict[str, Pass]:
     calls: dict[str, list[Pass]] = {}
     for record, gradient in zip(records, gradients, strict=True):
-        calls.setdefault(record.unit.name, []).append(_layer_pass(record, gradient, batch, dtype))
+        calls.setdefault(record.unit.name, []).append(_layer_pass(record, gradient, batch))
     return {name: several[0] if len(several) == 1 else several[0].joined(several) for name, several in calls.items()}
 
 
-def _layer_pass(record: Record, gradient: Tensor, batch: Batch, dtype: torch.dtype) -> Pass:
+def _layer_pass(record: Record, gradient: Tensor, batch: Batch) -> Pass:
     """What one call of a layer says, given the gradient of its output."""
     unit, module = record.unit, record.module
     layer, inputs = find_layer(module), record.checked_inputs()
     assert layer is not None
-    if batch.kept < batch.size and not unbatched(module, inputs, batch.size):
-        inputs, gradient = (first_examples(tensor, batch, unit) for tensor in (inputs, gradient))
-    if inputs.dtype != dtype and inputs.is_floating_point():
-        inputs = inputs.to(dtype)
-    if gradient.dtype != dtype:
-        gradient = gradient.to(dtype)
-    return layer.observe(unit, module, inputs, gradient, batch.kept)
+    return layer.observe(unit, module, inputs, gradient, batch)

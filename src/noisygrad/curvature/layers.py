@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -27,7 +28,8 @@ class Layer:
     """A registry entry: the units of a module, and the pass that an input and an output gradient make."""
 
     units: Callable[[str, Any, frozenset[str]], list[Unit]]
-    observe: Callable[[Unit, Any, Tensor, Tensor, int], Pass]
+    observe: Callable[[Unit, Any, Tensor, Tensor, Batch], Pass]
+    """Given all examples, since a norm is of all of them; the pass is of those that the batch keeps."""
 
 
 REGISTRY: dict[type[nn.Module], Layer] = {}
@@ -52,44 +54,43 @@ def find_layer(module: nn.Module) -> Layer | None:
 
 @dataclass(frozen=True)
 class Batch:
-    """How many examples a batch has, and of how many, its first, the statistics are taken."""
+    """How many examples a batch has, of how many, its first, statistics are taken, and in which precision."""
 
     size: int
     kept: int
+    dtype: torch.dtype
+
+    def first(self, tensor: Tensor, dim: int) -> Tensor:
+        """The part of the examples kept, in the statistics' precision; `dim` may be folded with positions after it."""
+        if self.kept < self.size:
+            tensor = tensor.narrow(dim, 0, self.kept * (tensor.shape[dim] // self.size))
+        return self.precise(tensor)
+
+    def precise(self, tensor: Tensor) -> Tensor:
+        """In the statistics' precision, unless it counts something."""
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
 
-def first_examples(tensor: Tensor, batch: Batch, unit: Unit) -> Tensor:
-    """The part of a layer's input or output gradient that belongs to the examples kept; dimensions as in `arrange`."""
-    lead = len(unit.replicas)
-    sizes = tensor.shape[lead:]
-    if len(sizes) > 1 and sizes[1] == batch.size and (unit.sequence_first or sizes[0] % batch.size):
-        return tensor.narrow(lead + 1, 0, batch.kept)
-    if sizes[0] % batch.size:
-        return tensor  # `arrange` will say what is wrong
-    return tensor.narrow(lead, 0, batch.kept * (sizes[0] // batch.size))
-
-
-def arrange(tensor: Tensor, batch: int, unit: Unit) -> Tensor:
-    """`[*replicas, ..., features]` with the batch somewhere in front, as `[*replicas, batch, shared, features]`.
+def arrange(tensor: Tensor, batch: Batch, unit: Unit) -> Tensor:
+    """`[*replicas, ..., features]` with the batch somewhere in front, as `[*replicas, kept, shared, features]`.
 
     Dimension 0 is the batch, except inside a Transformer layer that says otherwise; where its size disagrees,
     dimension 1 is tried, then a batch folded with positions into one dimension.
     """
     lead = len(unit.replicas)
     sizes = tensor.shape[lead:-1]
-    if not sizes and batch == 1:
-        return tensor.reshape(*tensor.shape[:-1], 1, 1, tensor.shape[-1])
-    if unit.sequence_first and len(sizes) > 1 and sizes[1] == batch:
-        return tensor.transpose(lead, lead + 1).flatten(lead + 1, -2)
-    if sizes and sizes[0] == batch:
+    if not sizes and batch.size == 1:
+        return batch.precise(tensor).reshape(*tensor.shape[:-1], 1, 1, tensor.shape[-1])
+    if len(sizes) > 1 and sizes[1] == batch.size and (unit.sequence_first or sizes[0] != batch.size):
+        return batch.first(tensor, lead + 1).transpose(lead, lead + 1).flatten(lead + 1, -2)
+    if sizes and sizes[0] == batch.size:
+        tensor = batch.first(tensor, lead)
         return tensor.unsqueeze(-2) if len(sizes) == 1 else tensor.flatten(lead + 1, -2)
-    if len(sizes) > 1 and sizes[1] == batch:
-        return tensor.transpose(lead, lead + 1).flatten(lead + 1, -2)
-    if sizes and batch and sizes[0] % batch == 0:
-        return tensor.reshape(*tensor.shape[:lead], batch, -1, tensor.shape[-1])
+    if sizes and batch.size and sizes[0] % batch.size == 0:
+        return batch.first(tensor, lead).reshape(*tensor.shape[:lead], batch.kept, -1, tensor.shape[-1])
     raise ValueError(
-        f"layer {unit.name!r} saw a tensor of shape {tuple(tensor.shape)} while the loss has a batch of {batch}: its "
-        "per-example gradients are not defined. Give the layer inputs with the batch in front, or freeze it."
+        f"layer {unit.name!r} saw a tensor of shape {tuple(tensor.shape)} while the loss has a batch of {batch.size}: "
+        "its per-example gradients are not defined. Give the layer inputs with the batch in front, or freeze it."
     )
 
 
@@ -113,7 +114,7 @@ def _linear_units(name: str, module: nn.Linear, trainable: frozenset[str]) -> li
     return _matrix_unit(name, module, trainable, module.out_features, module.in_features, chainable=True)
 
 
-def observe_linear(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, batch: int) -> Pass:
+def observe_linear(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, batch: Batch) -> Pass:
     """The pass of y = W a + b with features last."""
     activations = inputs[..., : unit.inputs - unit.constant]
     return MatrixPass(arrange(activations, batch, unit), arrange(gradient, batch, unit), unit.constant)
@@ -134,7 +135,7 @@ def _replicated_units(name: str, module: ReplicatedLinear, trainable: frozenset[
     )
 
 
-def _observe_replicated(unit: Unit, module: ReplicatedLinear, inputs: Tensor, gradient: Tensor, batch: int) -> Pass:
+def _observe_replicated(unit: Unit, module: ReplicatedLinear, inputs: Tensor, gradient: Tensor, batch: Batch) -> Pass:
     inputs = inputs.expand(*unit.replicas, *inputs.shape[-2:])
     return observe_linear(unit, module, inputs, gradient, batch)
 
@@ -147,22 +148,23 @@ def _conv_units(name: str, module: Any, trainable: frozenset[str]) -> list[Unit]
     return _matrix_unit(name, module, trainable, module.out_channels // module.groups, inputs, groups=module.groups)
 
 
-def _observe_conv(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, batch: int) -> Pass:
+def _observe_conv(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, batch: Batch) -> Pass:
     groups, dims = unit.groups, len(module.kernel_size)
     if inputs.dim() == dims + 1:
         inputs, gradient = inputs.unsqueeze(0), gradient.unsqueeze(0)
-    if inputs.shape[0] % batch:
-        raise ValueError(f"layer {unit.name!r} saw {inputs.shape[0]} images while the loss has a batch of {batch}")
+    if inputs.shape[0] % batch.size:
+        raise ValueError(f"layer {unit.name!r} saw {inputs.shape[0]} images while the loss has a batch of {batch.size}")
+    inputs, gradient, examples = batch.first(inputs, 0), batch.first(gradient, 0), batch.kept
     if unit.inputs > unit.constant:
         for kind in (ConvolutionPass, PatchedPass):
-            if kind.applies(module, inputs, batch):
+            if kind.applies(module, inputs, examples):
                 return kind(module, inputs, gradient, unit.constant)
         activations = patches(module, inputs)
     else:
         activations = inputs.new_zeros(inputs.shape[0], math.prod(gradient.shape[2:]), 0)
     gradient = gradient.flatten(2).mT
-    if inputs.shape[0] != batch:
-        activations, gradient = (t.unflatten(0, (batch, -1)).flatten(1, 2) for t in (activations, gradient))
+    if inputs.shape[0] != examples:
+        activations, gradient = (t.unflatten(0, (examples, -1)).flatten(1, 2) for t in (activations, gradient))
     if groups == 1:
         return MatrixPass(activations, gradient, unit.constant)
     # The channels of a group are consecutive in both, so a group is a leading dimension.
@@ -188,12 +190,12 @@ def _embedding_units(name: str, module: nn.Embedding, trainable: frozenset[str])
     return [Unit(name or "Embedding", "embedding", module.num_embeddings, module.embedding_dim, (slot,), "Embedding")]
 
 
-def _observe_embedding(unit: Unit, module: nn.Embedding, inputs: Tensor, gradient: Tensor, batch: int) -> Pass:
+def _observe_embedding(unit: Unit, module: nn.Embedding, inputs: Tensor, gradient: Tensor, batch: Batch) -> Pass:
     if module.padding_idx is not None:
         gradient = gradient.masked_fill((inputs == module.padding_idx).unsqueeze(-1), 0.0)
-    if unbatched(module, inputs, batch):
-        whole = EmbeddingPass(inputs.unsqueeze(0), gradient.unsqueeze(0), unit.outputs)
-        return SummedPass(whole.rows().squeeze(0), batch)
+    if unbatched(module, inputs, batch.size):
+        whole = EmbeddingPass(inputs.unsqueeze(0), batch.precise(gradient).unsqueeze(0), unit.outputs)
+        return SummedPass(whole.rows().squeeze(0), batch.kept)
     indices = arrange(inputs.unsqueeze(-1), batch, unit).squeeze(-1)
     return EmbeddingPass(indices, arrange(gradient, batch, unit), unit.outputs)
 
@@ -201,6 +203,11 @@ def _observe_embedding(unit: Unit, module: nn.Embedding, inputs: Tensor, gradien
 def unbatched(module: nn.Module, inputs: Tensor, batch: int) -> bool:
     """Whether this is a table of positions, looked up once for all examples, whose gradients come summed over them."""
     return isinstance(module, nn.Embedding) and inputs.dim() == 1 and inputs.shape[0] != batch
+
+
+def perhaps_summed(module: nn.Module, inputs: Tensor) -> bool:
+    """Whether gradients may be summed over examples: a row of indices, even as long as the batch, may be positions."""
+    return isinstance(module, nn.Embedding) and inputs.dim() == 1
 
 
 register(nn.Embedding)(Layer(_embedding_units, _observe_embedding))
@@ -225,8 +232,8 @@ def _elementwise(unit: Unit, normalised: Tensor, gradient: Tensor) -> Pass:
     return ElementwisePass(normalised, gradient, "weight" in parts, "bias" in parts)
 
 
-def _observe_features_last(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, batch: int) -> Pass:
-    shape = tuple(module.normalized_shape)
+def _observe_features_last(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, batch: Batch) -> Pass:
+    shape, inputs = tuple(module.normalized_shape), batch.precise(inputs)
     if isinstance(module, nn.RMSNorm):
         normalised = F.rms_norm(inputs, shape, None, module.eps)
     else:
@@ -235,7 +242,8 @@ def _observe_features_last(unit: Unit, module: Any, inputs: Tensor, gradient: Te
     return _elementwise(unit, arrange(normalised, batch, unit), arrange(gradient, batch, unit))
 
 
-def _observe_channels_first(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, batch: int) -> Pass:
+def _observe_channels_first(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, batch: Batch) -> Pass:
+    inputs = batch.precise(inputs)
     if isinstance(module, nn.GroupNorm):
         normalised = F.group_norm(inputs, module.num_groups, None, None, module.eps)
     elif isinstance(module, nn.modules.instancenorm._InstanceNorm):

@@ -24,7 +24,8 @@ def evaluate_afresh(optimizer: NoisyOptimizer, run: Run) -> None:
     pending = optimizer._pending
     pending.settle()
     draws, weights = pending.draws, pending.weights
-    with optimizer._drawn(True) as (_, capture):
+    # In evaluation mode to the end: statistics of a norm's scale ask what it was normalised by.
+    with optimizer._drawn(True) as (_, capture), _evaluation_mode(optimizer.model):
         assert capture is not None
         output, target = _forward(optimizer, capture, run)
         optimizer.likelihood.check(output, target)
@@ -40,7 +41,7 @@ def _forward(optimizer: NoisyOptimizer, capture: Capture, run: Run) -> tuple[Ten
     while True:
         first = _FirstExamples(optimizer.forward_limit)
         try:
-            with _evaluation_mode(optimizer.model), first.of(optimizer.model):
+            with first.of(optimizer.model):
                 result = run()
             break
         except RuntimeError as error:
