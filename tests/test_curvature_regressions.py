@@ -122,3 +122,38 @@ def test_a_layer_that_takes_no_part_is_not_told_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fit.step(lambda: (model(normal(8, 3)), normal(8, 1)))
+
+
+class Folded(nn.Module):
+    """The first layer has positions in front of it, folded with the batch or before it."""
+
+    def __init__(self, swapped: bool) -> None:
+        super().__init__()
+        self.swapped = swapped
+        self.first, self.last = nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.swapped:
+            return self.last(torch.tanh(self.first(x.transpose(0, 1))).mean(0))
+        return self.last(torch.tanh(self.first(x.flatten(0, 1))).unflatten(0, x.shape[:2]).mean(1))
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.filterwarnings("ignore:the closure returned a loss")
+def test_a_closure_that_returns_a_loss_is_asked_for_the_batch_at_its_end(swapped: bool) -> None:
+    torch.manual_seed(0)
+    model, x, y = Folded(swapped).double(), torch.randn(4, 6, 4).double(), torch.randn(4, 2).double()
+
+    def plain() -> torch.Tensor:
+        loss = 0.5 * (model(x) - y).square().sum(-1).mean()
+        loss.backward()
+        return loss
+
+    found = []
+    for closure in (plain, lambda: (model(x), y)):
+        likelihood = ng.Gaussian(noise_variance=1.0)
+        optimizer = ng.NoisyKFAC(model, likelihood, num_data=100, lr=1e-9, fisher="empirical", seed=0)
+        model.zero_grad()
+        optimizer.step(closure)
+        found.append(optimizer.posterior().precision())
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)

@@ -118,3 +118,22 @@ def test_auroc_equals_sklearn_also_for_large_scores_and_ties() -> None:
 def test_refusals(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_rounding_above_one_is_no_logit() -> None:
+    """The mean of ten sure members, in float32, is 1.0000001."""
+    probs = torch.softmax(torch.randn(1000, 3, generator=torch.Generator().manual_seed(0)), -1)
+    labels = torch.multinomial(probs, 1, generator=torch.Generator().manual_seed(1)).squeeze(-1)
+    probs[0], sure = torch.tensor([1.0, 0.0, 0.0]), probs.clone()
+    sure[0] = torch.tensor([1.0000001, 0.0, 0.0])
+    assert sure[0, 0] > 1.0
+    assert metrics.ece(sure, labels) == metrics.ece(probs, labels)
+
+
+def test_a_single_class_is_always_right() -> None:
+    probs, labels = torch.ones(4, 1), torch.zeros(4)
+    assert (metrics.accuracy(probs, labels), metrics.ece(probs, labels), metrics.brier(probs, labels)) == (
+        1.0,
+        0.0,
+        0.0,
+    )

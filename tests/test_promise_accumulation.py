@@ -265,3 +265,63 @@ def test_zero_grad_in_a_closure_drops_no_earlier_draw(options):
     with pytest.raises(RuntimeError, match="take zero_grad out"):
         dropping.step(lambda: (models[2].zero_grad(), (models[2](x), y))[1])
     assert_unchanged(before, dropping, but=("generators",))
+
+
+@each_optimizer
+def test_all_forward_passes_before_all_losses(kind):
+    """Each loss has the statistics of its own forward pass, whichever came first."""
+    (x1, y1), (x2, y2) = batches(2)
+    models = [mlp(), mlp()]
+    apart, together = (make(kind, model, fisher="exact") for model in models)
+    with apart.sampled() as draw:
+        draw.nll(models[0](x1), y1).backward()
+        draw.nll(models[0](5 * x2), y2).backward()
+    with together.sampled() as draw:
+        first, second = models[1](x1), models[1](5 * x2)
+        (draw.nll(first, y1) + draw.nll(second, y2)).backward()
+    for optimizer in (apart, together):
+        optimizer.step()
+    compare_optimizers(apart, together, 1e-10)
+
+
+@each_optimizer
+def test_two_losses_of_one_output_have_its_statistics_once(kind):
+    ((x, y),) = batches(1)
+    models = [mlp(), mlp()]
+    once, twice = (make(kind, model, fisher="exact") for model in models)
+    train(once, models[0], [(x, y)])
+    with twice.sampled() as draw:
+        output = models[1](x)
+        (draw.nll(output, y) + draw.nll(output, y)).backward()
+    twice.step()
+    compare_optimizers(once, twice, 1e-10)
+
+
+@each_optimizer
+def test_two_heads_of_one_forward_pass_are_refused(kind):
+    """The second loss would need the trunk's statistics again, which are gone."""
+
+    class TwoHeads(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trunk, self.left, self.right = (mlp(sizes=sizes) for sizes in ((3, 4), (4, 2), (4, 2)))
+
+        def forward(self, x):
+            hidden = torch.tanh(self.trunk(x))
+            return self.left(hidden), self.right(hidden)
+
+    model, ((x, y),) = TwoHeads(), batches(1)
+    optimizer = make(kind, model)
+    before = snapshot(optimizer)
+
+    def share_a_pass():
+        with optimizer.sampled() as draw:
+            left, right = model(x)
+            (draw.nll(left, y) + draw.nll(right, y)).backward()
+
+    with pytest.raises(RuntimeError, match="call the model once for each"):
+        share_a_pass()
+    assert_unchanged(before, optimizer, but=("generator",))
+    with optimizer.sampled() as draw:
+        (draw.nll(model(x)[0], y) + draw.nll(model(x)[1], y)).backward()
+    optimizer.step()

@@ -107,8 +107,10 @@ def test_batch_norm_of_a_fresh_pass_is_by_running_statistics(kept: int | None) -
     check(found, truth(model.eval(), x, kept or 8))
 
 
-@pytest.mark.parametrize(("length", "kept"), [(3, 3), (5, 3), (8, None)])
-def test_a_table_looked_up_for_all_examples_at_once(length: int, kept: int | None) -> None:
+@pytest.mark.parametrize(
+    ("length", "kept", "shape"), [(3, 3, (-1,)), (5, 3, (1, -1)), (8, None, (-1,)), (8, 3, (1, -1))]
+)
+def test_a_table_looked_up_for_all_examples_at_once(length: int, kept: int | None, shape: tuple[int, ...]) -> None:
     """Its gradients come summed over examples, also where there are as many positions as examples."""
 
     class Positions(nn.Module):
@@ -117,7 +119,7 @@ def test_a_table_looked_up_for_all_examples_at_once(length: int, kept: int | Non
             self.table, self.last = nn.Embedding(length, 3), nn.Linear(3, 2)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.last(torch.tanh(x + self.table(torch.arange(x.shape[1])))).mean(1)
+            return self.last(torch.tanh(x + self.table(torch.arange(x.shape[1]).view(shape)))).mean(1)
 
     torch.manual_seed(0)
     model, x = Positions().double(), torch.randn(8, length, 3).double()

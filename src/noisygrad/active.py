@@ -47,7 +47,7 @@ _ROUNDING = 1e3
 class Predicts(Protocol):
     """Anything that predicts as a `Posterior` does; `batch_size` and `generator` are given to it if it takes them."""
 
-    def predict(self, x: Tensor, num_samples: int) -> Prediction:
+    def predict(self, x: Tensor, num_samples: int = ...) -> Prediction:
         """What the model says of `x`, from `num_samples` draws of the weights that all rows share."""
         ...
 

@@ -36,6 +36,8 @@ class Record:
     edge: GradientEdge
     kept: list[Tensor]
     """The gradient of the user's own backward pass, if one was watched."""
+    used: bool = False
+    """Whether a loss was found to depend on it."""
 
     def checked_inputs(self) -> Tensor:
         """The input, unless something has overwritten it since."""
@@ -59,6 +61,8 @@ class Capture:
         self._node_handles: list[RemovableHandle] = []
         self._patched: list[tuple[nn.Module, Any]] = []
         self._records: list[Record] = []
+        self.told: list[GradientEdge] = []
+        """Where the calls stand in the graph that statistics were taken of."""
         self._stack = ExitStack()
         self.watch_backward = False
 
@@ -77,6 +81,7 @@ class Capture:
             _put_back(module, own)
         self._patched.clear()
         self._records.clear()
+        self.told.clear()
         self._forget_nodes()
         self._stack.close()
 
@@ -85,6 +90,11 @@ class Capture:
         records, self._records = self._records, []
         self._forget_nodes()
         return records
+
+    def settle(self, records: Sequence[Record]) -> None:
+        """Statistics were taken of these: what the loss does not depend on is given back, for a later one."""
+        self.told += [record.edge for record in records if record.used]
+        self._records = [record for record in records if not record.used] + self._records
 
     def _forget_nodes(self) -> None:
         for handle in self._node_handles:

@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from noisygrad.curvature.capture import Record
 from noisygrad.curvature.layers import Batch, find_layer, perhaps_summed
@@ -149,6 +149,14 @@ def _differentiate(output: Tensor, start: Tensor, layers: Layers, others: Parame
     return passes
 
 
+def depends_on(output: Tensor, edges: Sequence[GradientEdge]) -> bool:
+    """Whether one of these places of the graph is behind the output."""
+    if not edges:
+        return False
+    found = torch.autograd.grad(output, edges, torch.zeros_like(output), retain_graph=True, allow_unused=True)
+    return any(gradient is not None for gradient in found)
+
+
 def _without_autocast(device: str) -> AbstractContextManager[object]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
@@ -169,4 +177,5 @@ def _layer_pass(record: Record, gradient: Tensor, batch: Batch) -> Pass:
     unit, module = record.unit, record.module
     layer, inputs = find_layer(module), record.checked_inputs()
     assert layer is not None
+    record.used = True
     return layer.observe(unit, module, inputs, gradient, batch)

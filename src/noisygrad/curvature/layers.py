@@ -194,7 +194,7 @@ def _observe_embedding(unit: Unit, module: nn.Embedding, inputs: Tensor, gradien
     if module.padding_idx is not None:
         gradient = gradient.masked_fill((inputs == module.padding_idx).unsqueeze(-1), 0.0)
     if unbatched(module, inputs, batch.size):
-        whole = EmbeddingPass(inputs.unsqueeze(0), batch.precise(gradient).unsqueeze(0), unit.outputs)
+        whole = EmbeddingPass(inputs.reshape(1, -1), batch.precise(gradient).flatten(0, -2).unsqueeze(0), unit.outputs)
         return SummedPass(whole.rows().squeeze(0), batch.kept)
     indices = arrange(inputs.unsqueeze(-1), batch, unit).squeeze(-1)
     return EmbeddingPass(indices, arrange(gradient, batch, unit), unit.outputs)
@@ -202,12 +202,12 @@ def _observe_embedding(unit: Unit, module: nn.Embedding, inputs: Tensor, gradien
 
 def unbatched(module: nn.Module, inputs: Tensor, batch: int) -> bool:
     """Whether this is a table of positions, looked up once for all examples, whose gradients come summed over them."""
-    return isinstance(module, nn.Embedding) and inputs.dim() == 1 and inputs.shape[0] != batch
+    return perhaps_summed(module, inputs) and inputs.shape[0] != batch
 
 
 def perhaps_summed(module: nn.Module, inputs: Tensor) -> bool:
     """Whether gradients may be summed over examples: a row of indices, even as long as the batch, may be positions."""
-    return isinstance(module, nn.Embedding) and inputs.dim() == 1
+    return isinstance(module, nn.Embedding) and (inputs.dim() == 1 or (inputs.dim() == 2 and inputs.shape[0] == 1))
 
 
 register(nn.Embedding)(Layer(_embedding_units, _observe_embedding))

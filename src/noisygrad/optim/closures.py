@@ -56,7 +56,8 @@ def _evaluate_once(optimizer: NoisyOptimizer, closure: Closure, *, only: bool) -
         optimizer._pending.add_loss(result)
         if capture is not None:
             records = capture.take()
-            batch = records[0].inputs.shape[len(optimizer.structure.replicas)] if records else 1
+            # Of the last layer: the first may look positions up, or have the sequence in front.
+            batch = records[-1].inputs.shape[len(optimizer.structure.replicas)] if records else 1
             passes = passes_after_backward(records, optimizer._others, batch, optimizer.dtype)
             optimizer._pending.add_statistics(optimizer.structure.blocks, passes, batch, optimizer.factors.statistics)
 

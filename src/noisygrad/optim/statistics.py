@@ -10,7 +10,7 @@ from torch import Tensor
 
 from noisygrad.curvature import summaries
 from noisygrad.curvature.capture import Capture, Record
-from noisygrad.curvature.fisher import fisher_passes
+from noisygrad.curvature.fisher import depends_on, fisher_passes
 from noisygrad.families.factorisation import capturing
 
 if TYPE_CHECKING:
@@ -27,11 +27,17 @@ def take_statistics(optimizer: NoisyOptimizer, capture: Capture, output: Tensor,
     """
     batch = output.shape[len(optimizer.likelihood.replicas)]
     records = capture.take()
+    if depends_on(output, capture.told) and depends_on(output, [record.edge for record in records]):
+        raise RuntimeError(
+            "two losses share a part of one forward pass (a trunk with two heads, say), of which the statistics were "
+            "already taken for the first: call the model once for each draw.nll"
+        )
     keep = min(batch, optimizer.options.stats_batch or batch, optimizer.stats_limit or batch)
     first = not optimizer._pending.statistics
     while True:
         try:
             _take(optimizer, records, output, target, keep)
+            capture.settle(records)
             return
         except RuntimeError as error:
             # While a graph is recorded nothing can be tried again, and sums with earlier draws may be half done.
