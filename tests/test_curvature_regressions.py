@@ -157,3 +157,43 @@ def test_a_closure_that_returns_a_loss_is_asked_for_the_batch_at_its_end(swapped
         optimizer.step(closure)
         found.append(optimizer.posterior().precision())
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:the closure returned a loss")
+def test_a_closure_that_returns_a_loss_may_fold_the_batch_at_its_end_and_call_the_model_for_other_ends() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 4), nn.Flatten(0, 1), nn.Linear(4, 5)).double()
+    x, y = torch.randint(7, (4, 6)), torch.randint(5, (24,))
+
+    def closure() -> torch.Tensor:
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        model(x[:3])
+        return loss
+
+    optimizer = ng.NoisyKFAC(model, ng.Categorical(), num_data=100)
+    optimizer.step(closure)
+    assert optimizer._steps == 1
+
+
+def test_a_fresh_pass_of_a_narrow_network_with_batch_norm() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2)).bfloat16()
+    optimizer = ng.NoisyKFAC(model, ng.Gaussian(noise_variance=1.0), num_data=100, fisher_pass="fresh")
+    x = torch.randn(6, 3).bfloat16()
+    optimizer.step(lambda: (model(x), torch.ones(6, 2)))
+    assert bool(torch.isfinite(optimizer.posterior().kl()))
+
+
+def test_a_loss_of_a_detached_output_and_of_a_checkpoint_called_again() -> None:
+    torch.manual_seed(0)
+    first, last, x, y = nn.Linear(3, 4), nn.Linear(4, 2), torch.randn(6, 3), torch.randn(6, 2)
+    model = nn.Sequential(first, last)
+    optimizer = ng.NoisyKFAC(model, ng.Gaussian(noise_variance=1.0), num_data=100)
+    with optimizer._drawn(True) as (draw, capture):
+        for _ in range(3):
+            hidden = torch.utils.checkpoint.checkpoint(first, x, use_reentrant=False)
+            output = last(torch.tanh(hidden))
+            draw.nll(output, y).backward()
+            assert not draw.nll(output.detach(), y).requires_grad
+        assert capture.take() == []

@@ -108,7 +108,7 @@ def test_batch_norm_of_a_fresh_pass_is_by_running_statistics(kept: int | None) -
 
 
 @pytest.mark.parametrize(
-    ("length", "kept", "shape"), [(3, 3, (-1,)), (5, 3, (1, -1)), (8, None, (-1,)), (8, 3, (1, -1))]
+    ("length", "kept", "shape"), [(3, 3, (-1,)), (5, 3, (1, -1)), (8, None, (-1,)), (8, None, (1, -1))]
 )
 def test_a_table_looked_up_for_all_examples_at_once(length: int, kept: int | None, shape: tuple[int, ...]) -> None:
     """Its gradients come summed over examples, also where there are as many positions as examples."""

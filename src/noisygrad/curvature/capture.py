@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from noisygrad.curvature.attention import recorded_forward
@@ -61,7 +61,7 @@ class Capture:
         self._node_handles: list[RemovableHandle] = []
         self._patched: list[tuple[nn.Module, Any]] = []
         self._records: list[Record] = []
-        self.told: list[GradientEdge] = []
+        self.told: set[Node] = set()
         """Where the calls stand in the graph that statistics were taken of."""
         self._stack = ExitStack()
         self.watch_backward = False
@@ -93,7 +93,7 @@ class Capture:
 
     def settle(self, records: Sequence[Record]) -> None:
         """Statistics were taken of these: what the loss does not depend on is given back, for a later one."""
-        self.told += [record.edge for record in records if record.used]
+        self.told |= {record.edge.node for record in records if record.used}
         self._records = [record for record in records if not record.used] + self._records
 
     def _forget_nodes(self) -> None:
@@ -135,8 +135,8 @@ class Capture:
 
     def _record(self, unit: Unit, module: nn.Module, inputs: Tensor, output: Tensor) -> Tensor:
         """Keep what passed through; the output is handed back, for the network to go on with."""
-        if not output.requires_grad:
-            return output
+        if not output.requires_grad or (torch._C._current_graph_task_id() != -1 and not self.watch_backward):
+            return output  # in a backward pass a checkpoint calls layers again, which were recorded before
         if output._is_view():
             # Linear layers on sequences return a view; an in-place activation would cut *its* edge out of the graph.
             output = output.clone()

@@ -18,12 +18,12 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 from noisygrad.curvature.capture import Record
 from noisygrad.curvature.layers import Batch, find_layer, perhaps_summed
 from noisygrad.curvature.passes import Pass, SummedPass
-from noisygrad.curvature.summaries import Summarise, Summary, heard, listening
+from noisygrad.curvature.summaries import Summarise, Summary, heard, listening, reaches
 from noisygrad.curvature.units import Unit
 from noisygrad.likelihoods import Likelihood
 
@@ -149,12 +149,10 @@ def _differentiate(output: Tensor, start: Tensor, layers: Layers, others: Parame
     return passes
 
 
-def depends_on(output: Tensor, edges: Sequence[GradientEdge]) -> bool:
+def depends_on(output: Tensor, nodes: set[Node]) -> bool:
     """Whether one of these places of the graph is behind the output."""
-    if not edges:
-        return False
-    found = torch.autograd.grad(output, edges, torch.zeros_like(output), retain_graph=True, allow_unused=True)
-    return any(gradient is not None for gradient in found)
+    start = output.grad_fn
+    return start is not None and bool(nodes) and (start in nodes or reaches(start, nodes, set()))
 
 
 def _without_autocast(device: str) -> AbstractContextManager[object]:

@@ -136,7 +136,7 @@ def _replicated_units(name: str, module: ReplicatedLinear, trainable: frozenset[
 
 
 def _observe_replicated(unit: Unit, module: ReplicatedLinear, inputs: Tensor, gradient: Tensor, batch: Batch) -> Pass:
-    inputs = inputs.expand(*unit.replicas, *inputs.shape[-2:])
+    inputs = batch.precise(inputs).expand(*unit.replicas, *inputs.shape[-2:])
     return observe_linear(unit, module, inputs, gradient, batch)
 
 
@@ -202,7 +202,7 @@ def _observe_embedding(unit: Unit, module: nn.Embedding, inputs: Tensor, gradien
 
 def unbatched(module: nn.Module, inputs: Tensor, batch: int) -> bool:
     """Whether this is a table of positions, looked up once for all examples, whose gradients come summed over them."""
-    return perhaps_summed(module, inputs) and inputs.shape[0] != batch
+    return perhaps_summed(module, inputs) and batch not in (inputs.shape[0], inputs.shape[-1])
 
 
 def perhaps_summed(module: nn.Module, inputs: Tensor) -> bool:
@@ -233,13 +233,17 @@ def _elementwise(unit: Unit, normalised: Tensor, gradient: Tensor) -> Pass:
 
 
 def _observe_features_last(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, batch: Batch) -> Pass:
-    shape, inputs = tuple(module.normalized_shape), batch.precise(inputs)
+    dims = len(module.normalized_shape)
+    inputs, gradient = (arrange(tensor.flatten(-dims), batch, unit) for tensor in (inputs, gradient))
     if isinstance(module, nn.RMSNorm):
-        normalised = F.rms_norm(inputs, shape, None, module.eps)
-    else:
-        normalised = F.layer_norm(inputs, shape, None, None, module.eps)
-    normalised, gradient = normalised.flatten(-len(shape)), gradient.flatten(-len(shape))
-    return _elementwise(unit, arrange(normalised, batch, unit), arrange(gradient, batch, unit))
+        return _elementwise(unit, F.rms_norm(inputs, inputs.shape[-1:], None, module.eps), gradient)
+    return _elementwise(unit, F.layer_norm(inputs, inputs.shape[-1:], None, None, module.eps), gradient)
+
+
+def _running(module: Any, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+    """Running statistics, where there are any, in the statistics' precision."""
+    mean, variance = module.running_mean, module.running_var
+    return (None, None) if mean is None else (batch.precise(mean), batch.precise(variance))
 
 
 def _observe_channels_first(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, batch: Batch) -> Pass:
@@ -248,11 +252,10 @@ def _observe_channels_first(unit: Unit, module: Any, inputs: Tensor, gradient: T
         normalised = F.group_norm(inputs, module.num_groups, None, None, module.eps)
     elif isinstance(module, nn.modules.instancenorm._InstanceNorm):
         own = module.training or not module.track_running_stats
-        running, variance = (None, None) if own else (module.running_mean, module.running_var)
+        running, variance = (None, None) if own else _running(module, batch)
         normalised = F.instance_norm(inputs, running, variance, None, None, own, 0.0, module.eps)
     else:
-        running = None if module.training else module.running_mean
-        variance = None if module.training else module.running_var
+        running, variance = (None, None) if module.training else _running(module, batch)
         normalised = F.batch_norm(inputs, running, variance, None, None, running is None, 0.0, module.eps)
     return _elementwise(
         unit, arrange(normalised.movedim(1, -1), batch, unit), arrange(gradient.movedim(1, -1), batch, unit)

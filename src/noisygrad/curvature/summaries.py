@@ -115,10 +115,10 @@ def heard(records: Sequence[Record]) -> list[bool]:
     """Which of the calls need not be asked for: those on the way to another, of layers that were called once."""
     nodes, barren = {record.edge.node for record in records}, set[Node]()
     calls = Counter(record.unit.name for record in records)
-    return [calls[record.unit.name] == 1 and _reaches(record.edge.node, nodes, barren) for record in records]
+    return [calls[record.unit.name] == 1 and reaches(record.edge.node, nodes, barren) for record in records]
 
 
-def _reaches(start: Node, targets: set[Node], barren: set[Node]) -> bool:
+def reaches(start: Node, targets: set[Node], barren: set[Node]) -> bool:
     """Whether there is a target behind `start`; if not, all that is behind it is added to what is known as barren."""
     stack, seen = [start], set[Node]()
     while stack:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from noisygrad.curvature.capture import Record
 from noisygrad.curvature.fisher import passes_after_backward
+from noisygrad.curvature.passes import Pass
 from noisygrad.optim.afresh import evaluate_afresh
 from noisygrad.optim.losses import measure_loss
 
@@ -55,11 +58,24 @@ def _evaluate_once(optimizer: NoisyOptimizer, closure: Closure, *, only: bool) -
             raise RuntimeError("the closure returned a loss without having called backward() on it")
         optimizer._pending.add_loss(result)
         if capture is not None:
-            records = capture.take()
-            # Of the last layer: the first may look positions up, or have the sequence in front.
-            batch = records[-1].inputs.shape[len(optimizer.structure.replicas)] if records else 1
-            passes = passes_after_backward(records, optimizer._others, batch, optimizer.dtype)
+            batch, passes = _empirical(optimizer, capture.take())
             optimizer._pending.add_statistics(optimizer.structure.blocks, passes, batch, optimizer.factors.statistics)
+
+
+def _empirical(optimizer: NoisyOptimizer, records: list[Record]) -> tuple[int, dict[str, Pass]]:
+    """How many examples a batch had that the user has differentiated, and its passes.
+
+    Nobody says how many, so it is the size of a layer's input that suits all of them: of the last layer's, if it does,
+    since the first may look positions up, or have the sequence in front.
+    """
+    seen = [record for record in records if record.kept]
+    measure = partial(passes_after_backward, seen, optimizer._others, dtype=optimizer.dtype)
+    lead = len(optimizer.structure.replicas)
+    *likely, last = dict.fromkeys(record.inputs.shape[lead] for record in reversed(seen)) or [1]
+    for size in likely:
+        with suppress(ValueError):
+            return size, measure(size)
+    return last, measure(last)
 
 
 def _run(optimizer: NoisyOptimizer, closure: Closure) -> tuple[Tensor, Tensor] | Tensor:

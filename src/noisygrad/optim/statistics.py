@@ -27,7 +27,7 @@ def take_statistics(optimizer: NoisyOptimizer, capture: Capture, output: Tensor,
     """
     batch = output.shape[len(optimizer.likelihood.replicas)]
     records = capture.take()
-    if depends_on(output, capture.told) and depends_on(output, [record.edge for record in records]):
+    if depends_on(output, capture.told) and depends_on(output, {record.edge.node for record in records}):
         raise RuntimeError(
             "two losses share a part of one forward pass (a trunk with two heads, say), of which the statistics were "
             "already taken for the first: call the model once for each draw.nll"
