@@ -29,13 +29,16 @@ _SHORT: dict[str, Config] = {
 }
 """A shallow network bears larger steps, and a short training would end before the Fisher's start has faded."""
 _CHOSEN: dict[tuple[str, str], Config] = {
+    ("SGD", "plain"): {"weight_decay": 1e-3},
     ("SGD", "B"): {"lr": 0.05},
     ("BBB", "plain"): {"kl_weight": 1.0},
     ("BBB", "D"): {"kl_weight": 0.2, "prior_variance": 0.03},
     ("BBB", "B"): {"kl_weight": 1.0},
     ("BBB", "D+B"): {"kl_weight": 0.2},
     ("K-FAC", "plain"): {"lr_drops": [0.5, 0.75]},
+    ("K-FAC+WD", "plain"): {"prior_variance": 0.03},
     ("K-FAC+WD", "D"): {"prior_variance": 0.03},
+    ("noisy-K-FAC", "plain"): {"prior_variance": 0.03},
     ("noisy-K-FAC", "D"): {"prior_variance": 0.03},
 }
 """On CIFAR-10. `docs/reproduce-classification.md` says which were tried on held-out images and which were not."""
