@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 import noisygrad as ng
-from noisygrad.data import load_table, splits_of, standardised
-from noisygrad.experiments.environment import versions
-from noisygrad.training.noisy import NoisyLearner, NoisySettings
-from noisygrad.training.perceptrons import Perceptrons
-from noisygrad.training.replicas import Streams, compiler_available, train_replicas
+from noisygrad.replicas.engine import ReplicaGenerators, compiler_available, train_replicas
+from noisygrad.replicas.noisy import NoisyLearner, NoisySettings
+from noisygrad.replicas.perceptrons import Perceptrons
+from noisygrad.versions import versions
+from noisygrad_paper.data import load_table, splits_of, standardised
 
 BATCH, HIDDEN, EPOCHS = 10, 50, 1000
 
@@ -53,7 +53,7 @@ class Clock:
 def together(x: Tensor, y: Tensor, execution: str) -> Callable[[], None]:
     """An epoch of all replicas of x `[R, N, d]`; the compiled step is kept from one epoch to the next."""
     replicas, num_data, inputs = x.shape
-    streams = Streams.of(range(replicas))
+    streams = ReplicaGenerators.of(range(replicas))
     learner = NoisyLearner(
         Perceptrons((inputs, HIDDEN, 1)), ng.Gaussian(), NoisySettings(), num_data=num_data, generators=streams.start
     )

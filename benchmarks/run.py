@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import noisygrad as ng
 from noisygrad.optim import CapturedStep
-from noisygrad.optim.graphs import Replay
+from noisygrad.optim.execution import Replay
 
 STATS_EVERY, FACTOR_EVERY = 10, 200
 METHODS = ("SGD", "AdamW fused", "IVON", "NoisyAdam", "NoisyKFAC")

@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from noisygrad.experiments import active_learning, exploration_conditions, hmc_correlation
-from noisygrad.experiments.cells import Results
-from noisygrad.experiments.configurations import CONFIGURATIONS, full_name, heading
-from noisygrad.report import calibration, classification, exploration, few_labels, image_aims, paper, regression
-from noisygrad.report.comparison import ACCURACY, ECE, NLL
-from noisygrad.report.study import Study
-from noisygrad.report.tables import Column, Table
+from noisygrad.pages.comparison import ACCURACY, ECE, NLL
+from noisygrad.pages.tables import Column, Table
+from noisygrad_paper.experiments import active_learning, exploration_conditions, hmc_correlation
+from noisygrad_paper.experiments.cells import Results
+from noisygrad_paper.experiments.configurations import CONFIGURATIONS, full_name, heading
+from noisygrad_paper.report import calibration, classification, exploration, few_labels, image_aims, paper, regression
+from noisygrad_paper.report.study import Study
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"

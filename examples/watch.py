@@ -8,7 +8,7 @@ import argparse
 import gymnasium
 from PIL import Image
 
-from noisygrad.exploration.controllers import CONTROLLERS
+from noisygrad_paper.environments.controllers import CONTROLLERS
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--task", choices=CONTROLLERS, default="MountainCar")

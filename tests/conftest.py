@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from noisygrad.families import products
+from noisygrad.kernels import products
 
 torch.set_num_threads(1)  # the suite runs in several processes and its networks are tiny
 

@@ -11,7 +11,7 @@ prediction = optimizer.posterior().predict(x)
 from typing import TYPE_CHECKING, Any
 
 from noisygrad import active, metrics, networks
-from noisygrad.families.factorisation import FactorisationError
+from noisygrad.kernels.factorisation import FactorisationError
 from noisygrad.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
 from noisygrad.optim import NoisyAdam, NoisyBlockTridiagonal, NoisyFull, NoisyKFAC, NoisyOptimizer, NonFiniteError
 from noisygrad.posterior import Posterior, load_posterior
@@ -19,7 +19,7 @@ from noisygrad.predictions import Prediction
 from noisygrad.training import train
 
 if TYPE_CHECKING:
-    from noisygrad.estimators import NoisyClassifier, NoisyRegressor
+    from noisygrad.estimators.estimators import NoisyClassifier, NoisyRegressor
 
 __version__ = "0.1.0"
 
@@ -52,7 +52,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """The estimators, when they are first asked for: scikit-learn takes a while to import."""
     if name in {"NoisyClassifier", "NoisyRegressor"}:
-        from noisygrad import estimators
+        from noisygrad.estimators import estimators
 
         return getattr(estimators, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

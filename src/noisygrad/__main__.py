@@ -1,5 +1,5 @@
 """`python -m noisygrad` is the command `noisygrad`."""
 
-from noisygrad.cli import main
+from noisygrad.cli.main import main
 
 main(prog_name="noisygrad")

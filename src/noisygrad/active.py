@@ -36,7 +36,7 @@ from noisygrad.predictions import (
 )
 
 if TYPE_CHECKING:
-    from noisygrad.estimators import NoisyClassifier, NoisyRegressor
+    from noisygrad.estimators.estimators import NoisyClassifier, NoisyRegressor
 
 Strategy = Literal["variance", "bald", "batch"]
 

@@ -92,7 +92,7 @@ def in_all_processes(work: Callable[[], Found]) -> Found:
         found.append(work())
     except Exception as error:
         failure = error
-    told = of_every_process(None if failure is None else f"{type(failure).__name__}: {failure}")
+    told = all_gather_object(None if failure is None else f"{type(failure).__name__}: {failure}")
     if failure is not None:
         raise failure
     for rank, text in enumerate(told):
@@ -110,7 +110,7 @@ def of_first_process(find: Callable[[], Found]) -> Found:
     return box[0]  # type: ignore[return-value]
 
 
-def of_every_process(value: Found) -> list[Found]:
+def all_gather_object(value: Found) -> list[Found]:
     """What each process has, in the order of their ranks, in all of them."""
     if processes().size == 1:
         return [value]
@@ -170,7 +170,7 @@ class Ranks:
             load[owner[job]] += costs[job]
         return owner
 
-    def everywhere(self, work: Callable[[], None], device: torch.device) -> None:
+    def run_on_all(self, work: Callable[[], None], device: torch.device) -> None:
         """Run `work` on each rank and raise on all if one of them failed, so that none waits for ever."""
         if not self.active:
             work()

@@ -36,7 +36,7 @@ class Batch(Protocol):
         ...
 
     @property
-    def at_once(self) -> int:
+    def chunk_size(self) -> int:
         """How many gains to ask for at a time."""
         ...
 
@@ -62,7 +62,7 @@ def greedy(batch: Batch, n: int, tolerance: float) -> tuple[Tensor, bool]:
     for place in range(n):
         # The last gain known of a point is a bound of it now: below the best found, the others stay unseen.
         best = -torch.inf
-        for part in bounds.argsort(descending=True, stable=True)[: batch.points - place].split(batch.at_once):
+        for part in bounds.argsort(descending=True, stable=True)[: batch.points - place].split(batch.chunk_size):
             if float(bounds[part[0]]) < best:
                 break
             bounds[part] = batch.gains(part).cpu()
@@ -71,7 +71,7 @@ def greedy(batch: Batch, n: int, tolerance: float) -> tuple[Tensor, bool]:
             most = best
             differ = _differ(bounds, tolerance * most)
         elif place == 1 and not differ:
-            gains = [batch.gains(part).cpu() for part in everything.split(batch.at_once)]
+            gains = [batch.gains(part).cpu() for part in everything.split(batch.chunk_size)]
             differ = _differ(torch.cat(gains), tolerance * most)
         chosen.append(int(bounds.argmax()))
         bounds[chosen[-1]] = -torch.inf
@@ -100,7 +100,7 @@ class GaussianBatch:
         self._outputs = len(self._vectors) // self.points
 
     @property
-    def at_once(self) -> int:
+    def chunk_size(self) -> int:
         """So many points have `_AT_ONCE` numbers."""
         return max(1, _AT_ONCE // (self._vectors.shape[1] * self._outputs))
 
@@ -145,7 +145,7 @@ class LabelBatch:
         self._take(self._probs.new_zeros(draws, 1))
 
     @property
-    def at_once(self) -> int:
+    def chunk_size(self) -> int:
         """So many points have `_AT_ONCE` probabilities under the configurations."""
         return max(1, _AT_ONCE // (len(self._weights) * self._labels))
 

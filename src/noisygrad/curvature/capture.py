@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from noisygrad.curvature.attention import recorded_forward
 from noisygrad.curvature.units import Unit
-from noisygrad.switches import Switch
+from noisygrad.kernels.switches import Switch
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Capture:
         self._node_handles: list[RemovableHandle] = []
         self._patched: list[tuple[nn.Module, Any]] = []
         self._records: list[Record] = []
-        self.told: set[Node] = set()
+        self.consumed_nodes: set[Node] = set()
         """Where the calls stand in the graph that statistics were taken of."""
         self._stack = ExitStack()
         self.watch_backward = False
@@ -81,7 +81,7 @@ class Capture:
             _put_back(module, own)
         self._patched.clear()
         self._records.clear()
-        self.told.clear()
+        self.consumed_nodes.clear()
         self._forget_nodes()
         self._stack.close()
 
@@ -91,9 +91,9 @@ class Capture:
         self._forget_nodes()
         return records
 
-    def settle(self, records: Sequence[Record]) -> None:
+    def consume(self, records: Sequence[Record]) -> None:
         """Statistics were taken of these: what the loss does not depend on is given back, for a later one."""
-        self.told |= {record.edge.node for record in records if record.used}
+        self.consumed_nodes |= {record.edge.node for record in records if record.used}
         self._records = [record for record in records if not record.used] + self._records
 
     def _forget_nodes(self) -> None:

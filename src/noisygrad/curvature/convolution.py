@@ -20,22 +20,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
-from noisygrad.curvature import kernels
 from noisygrad.curvature.passes import (
     CACHE,
     FEW_POSITIONS,
     MatrixPass,
     add_squares_,
-    at_once,
-    kept_place,
+    chunk_size,
+    scratch_buffer,
     sum_of_squared_products,
     sum_of_squares,
 )
 from noisygrad.curvature.units import Unit
 from noisygrad.curvature.windows import Axis, patches, two_axes
-from noisygrad.families import kronecker, packed, triangles
-from noisygrad.families.moments import column_sums, gram, with_border
-from noisygrad.families.products import has_onednn, pays_at
+from noisygrad.families import kronecker, packed
+from noisygrad.kernels import squares, triangles
+from noisygrad.kernels.moments import column_sums, gram, with_border
+from noisygrad.kernels.products import has_onednn, use_onednn_at
 
 SMALL_PATCH = 64
 """Patches of at most so many numbers, as of colour images, are rather made: a product with a part of one is thin."""
@@ -94,19 +94,19 @@ class PatchedPass(MatrixPass):
         means = None if sums is None else sums.div_(count)
         return with_border(products.div_(count), means, means)
 
-    def lying_squares(self, unit: Unit) -> list[Tensor]:
+    def layout_squares(self, unit: Unit) -> list[Tensor]:
         """The sum over the batch of squared per-example gradients; a kernel writes them as they lie."""
         if unit.slots[0].channels_last and (found := self._by_kernel(channels_last=True)) is not None:
             return [found]
-        return super().lying_squares(unit)
+        return super().layout_squares(unit)
 
     def _by_kernel(self, *, channels_last: bool = False) -> Tensor | None:
         axes = len(self._outputs)
-        if axes > 2 or not kernels.applies(self._gradients, math.prod(self._outputs)):
+        if axes > 2 or not squares.applies(self._gradients, math.prod(self._outputs)):
             return None
         images, window = two_axes(self._module, self._images)
         gradients = self._gradients if axes == 2 else self._gradients.unsqueeze(2)
-        return kernels.squared_products(gradients, images, window, self.constant, channels_last)
+        return squares.squared_products(gradients, images, window, self.constant, channels_last)
 
     def _squared_products(self) -> Tensor:
         """A sum over parts of the batch."""
@@ -126,7 +126,7 @@ class PatchedPass(MatrixPass):
 
     def _parts(self, numbers: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Images and gradients of as many examples as memory allows, where one takes so many numbers."""
-        size = at_once(self._images.device, numbers)
+        size = chunk_size(self._images.device, numbers)
         return zip(self._images.split(size), self.gradients.split(size), strict=True)
 
     @property
@@ -155,9 +155,9 @@ class ConvolutionPass(PatchedPass):
     def moments(self) -> kronecker.Statistics | packed.Statistics:
         """A and S. Of a large A, bands are kept: so it is made where the last one was, in memory that stays mapped."""
         size = self._patch_size + self.constant
-        if not triangles.pays_at(size):
+        if not triangles.use_bands_at(size):
             return super().moments()
-        place = kept_place(size * size, self._images.dtype).view(size, size)
+        place = scratch_buffer(size * size, self._images.dtype).view(size, size)
         whole = kronecker.Statistics(self._write_input_moment_(place), self.output_moment())
         return packed.Statistics.of(whole)
 
@@ -274,7 +274,7 @@ class ConvolutionPass(PatchedPass):
     def _products_are_fast(self) -> bool:
         """Whether oneDNN multiplies whole patches faster than MKL does parts of them."""
         positions, outputs = self.gradients.shape[1:]
-        return pays_at(self._patch_size, positions, outputs, self._images, self._gradients)
+        return use_onednn_at(self._patch_size, positions, outputs, self._images, self._gradients)
 
     def _squares_by_products(self, scale: Tensor) -> Tensor:
         """From the patches of some examples at a time."""

@@ -23,7 +23,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from noisygrad.curvature.capture import Record
 from noisygrad.curvature.layers import Batch, find_layer, perhaps_summed
 from noisygrad.curvature.passes import Pass, SummedPass
-from noisygrad.curvature.summaries import Summarise, Summary, heard, listening, reaches
+from noisygrad.curvature.summaries import Summarise, Summary, gradient_hooks, hookable, reaches
 from noisygrad.curvature.units import Unit
 from noisygrad.likelihoods import Likelihood
 
@@ -57,10 +57,10 @@ def fisher_passes(
         output, target = output.narrow(lead, 0, batch.kept), target.narrow(lead, 0, batch.kept)
     summed = bool(others) or any(perhaps_summed(record.module, record.inputs) for record in records)
     signs = random_signs(output, lead, generators) if summed else None
-    known = [False] * len(records) if summarise is None else heard(records)
+    known = [False] * len(records) if summarise is None else hookable(records)
     layers = Layers(
-        [record for record, is_heard in zip(records, known, strict=True) if is_heard],
-        [record for record, is_heard in zip(records, known, strict=True) if not is_heard],
+        [record for record, is_hookable in zip(records, known, strict=True) if is_hookable],
+        [record for record, is_hookable in zip(records, known, strict=True) if not is_hookable],
         {record.unit.name: record.unit for record in records},
         summarise or (lambda unit, one: one),
     )
@@ -110,7 +110,7 @@ def passes_after_backward(
 class Layers:
     """The calls of layers that a backward pass tells of, those that it is asked for, and what is kept of each."""
 
-    heard: Sequence[Record]
+    hookable: Sequence[Record]
     asked: Sequence[Record]
     units: dict[str, Unit]
     """In the order of the forward pass."""
@@ -135,7 +135,7 @@ def _differentiate(output: Tensor, start: Tensor, layers: Layers, others: Parame
         with _without_autocast(device):
             keep(record.unit.name, _layer_pass(record, gradient, batch), (record.inputs,))
 
-    with listening(layers.heard, take):
+    with gradient_hooks(layers.hookable, take):
         gradients = torch.autograd.grad(output, places, start.to(output.dtype), retain_graph=True, allow_unused=True)
     used = [(record, g) for record, g in zip(layers.asked, gradients, strict=False) if g is not None]
     inputs = [record.inputs for record, _ in used]

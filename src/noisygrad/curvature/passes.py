@@ -18,12 +18,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from noisygrad.curvature import kernels
 from noisygrad.curvature.units import Unit
-from noisygrad.families import kronecker, packed, products
+from noisygrad.families import kronecker, packed
 from noisygrad.families.base import joined
-from noisygrad.families.factorisation import capturing
-from noisygrad.families.moments import second_moment
+from noisygrad.kernels import products, squares
+from noisygrad.kernels.factorisation import capturing
+from noisygrad.kernels.moments import second_moment
 
 CHUNK = {"cpu": 1 << 22, "cuda": 1 << 24}
 """Per-example gradients, and patches, are made of at most this many numbers at a time: what fits a cache, or what keeps
@@ -43,7 +43,7 @@ FEW_POSITIONS = 4
 """Up to so many positions, products over pairs of them are cheaper than per-example matrices."""
 
 
-def at_once(device: torch.device, numbers: int) -> int:
+def chunk_size(device: torch.device, numbers: int) -> int:
     """How many examples are worked on at a time, where each takes so many numbers."""
     return max(1, CHUNK.get(device.type, CHUNK["cuda"]) // max(1, numbers))
 
@@ -59,7 +59,7 @@ def sum_of_squared_products(outputs: Tensor, inputs: Tensor) -> Tensor:
     if outputs.device.type == "cpu" and outputs.dim() == 3:
         return _in_cache(outputs, inputs)
     batch, features = inputs.shape[-3], inputs.shape[-1]
-    size = at_once(outputs.device, math.prod(inputs.shape[:-3]) * features * outputs.shape[-1])
+    size = chunk_size(outputs.device, math.prod(inputs.shape[:-3]) * features * outputs.shape[-1])
     multiply = torch.bmm if outputs.dim() == inputs.dim() == 3 else torch.matmul
     if size >= batch:
         return sum_of_squares(multiply(outputs.mT, inputs), -3)
@@ -90,7 +90,7 @@ def _pairs(positions: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return pairs if recorded else _PAIRS.setdefault(key, pairs)
 
 
-def kept_place(count: int, dtype: torch.dtype) -> Tensor:
+def scratch_buffer(count: int, dtype: torch.dtype) -> Tensor:
     """Memory for so many numbers, the same at every call in a thread, so that it stays mapped; it is never given back.
 
     Small places stay in the cache, too.
@@ -111,7 +111,7 @@ def _in_cache(outputs: Tensor, inputs: Tensor) -> Tensor:
     rows = max(1, CACHE // max(1, inputs.shape[-1]))
     for panel, g in zip(total.split(rows), outputs.split(rows, dim=-1), strict=True):
         size = min(len(g), max(1, CACHE // max(1, panel.numel())))
-        place = kept_place(size * panel.numel(), panel.dtype).view(size, *panel.shape)
+        place = scratch_buffer(size * panel.numel(), panel.dtype).view(size, *panel.shape)
         for some, a in zip(g.split(size), inputs.split(size), strict=True):
             matrices = torch.bmm(some.mT, a, out=place[: len(some)])
             if size >= MANY:
@@ -156,10 +156,10 @@ class Pass(ABC):
         """The sum over the batch of their squares, in pieces `[*replicas, ...]` that make up `[*replicas, n]`."""
         return [self.rows().square().sum(dim=-2)]
 
-    def lying_squares(self, unit: Unit) -> list[Tensor]:
+    def layout_squares(self, unit: Unit) -> list[Tensor]:
         """The same pieces as the numbers of this pass's unit lie."""
         sums = self.square_sums()
-        return [unit.to_memory(joined(sums))] if unit.lies_apart else sums
+        return [unit.to_memory(joined(sums))] if unit.has_custom_layout else sums
 
     def squares(self) -> Tensor:
         """The mean over the batch of their squares, `[*replicas, n]`."""
@@ -232,9 +232,9 @@ class MatrixPass(Pass):
     def _by_kernel(self) -> Tensor | None:
         """All pieces as one, if there is a kernel for it."""
         g = self.gradients
-        if g.dim() != 3 or not kernels.applies(g, g.shape[1]):
+        if g.dim() != 3 or not squares.applies(g, g.shape[1]):
             return None
-        return kernels.of_sequences(g, self.activations, self.constant)
+        return squares.of_sequences(g, self.activations, self.constant)
 
     def _squared_products(self) -> Tensor:
         """The part of the weights, `[..., out, in]`."""

@@ -39,7 +39,7 @@ class Summary(Pass):
     count: int
     sizes: dict[str, Tensor]
     """For what it carried numbers of which some are not finite if some of that was not, or if squares of it are too
-    large: `optim.finite.Trail` asks for nothing else. The inputs themselves, until `let_go`."""
+    large: `optim.finite.FiniteTrace` asks for nothing else. The inputs themselves, until `let_go`."""
 
     def let_go(self, others: Sequence[Tensor]) -> None:
         """Keep but the sum of the inputs, unless they are among tensors that others keep."""
@@ -68,17 +68,17 @@ class Summary(Pass):
 
 @dataclass
 class SquareSummary(Summary):
-    """Sums of squares, for a diagonal, as the numbers of a unit lie: `lying_squares` is all that it answers."""
+    """Sums of squares, for a diagonal, as the numbers of a unit lie: `layout_squares` is all that it answers."""
 
     sums: list[Tensor]
 
     @classmethod
     def of(cls, one: Pass, unit: Unit) -> SquareSummary:
         """That of a pass through a unit."""
-        sums = one.lying_squares(unit)
+        sums = one.layout_squares(unit)
         return cls(one.examples, _sizes(one, sums), sums)
 
-    def lying_squares(self, unit: Unit) -> list[Tensor]:
+    def layout_squares(self, unit: Unit) -> list[Tensor]:
         """In pieces, as the pass had them."""
         return self.sums
 
@@ -111,39 +111,39 @@ def _place(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def heard(records: Sequence[Record]) -> list[bool]:
+def hookable(records: Sequence[Record]) -> list[bool]:
     """Which of the calls need not be asked for: those on the way to another, of layers that were called once."""
-    nodes, barren = {record.edge.node for record in records}, set[Node]()
+    nodes, dead_ends = {record.edge.node for record in records}, set[Node]()
     calls = Counter(record.unit.name for record in records)
-    return [calls[record.unit.name] == 1 and reaches(record.edge.node, nodes, barren) for record in records]
+    return [calls[record.unit.name] == 1 and reaches(record.edge.node, nodes, dead_ends) for record in records]
 
 
-def reaches(start: Node, targets: set[Node], barren: set[Node]) -> bool:
-    """Whether there is a target behind `start`; if not, all that is behind it is added to what is known as barren."""
+def reaches(start: Node, targets: set[Node], dead_ends: set[Node]) -> bool:
+    """Whether there is a target behind `start`; if not, all that is behind it is added to `dead_ends`."""
     stack, seen = [start], set[Node]()
     while stack:
         # The first input is usually a layer's input, the others are parameters: it is followed first.
         for following, _ in reversed(stack.pop().next_functions):
             if following in targets:
                 return True
-            if following is not None and following not in barren and following not in seen:
+            if following is not None and following not in dead_ends and following not in seen:
                 seen.add(following)
                 stack.append(following)
-    barren |= seen
+    dead_ends |= seen
     return False
 
 
 @contextmanager
-def listening(records: Sequence[Record], take: Callable[[Record, Tensor], None]) -> Iterator[None]:
+def gradient_hooks(records: Sequence[Record], take: Callable[[Record, Tensor], None]) -> Iterator[None]:
     """Inside, a backward pass hands each record to `take`, with its output gradient."""
 
     def hook(record: Record) -> Callable[[tuple[Tensor | None, ...]], None]:
-        def hear(gradients: tuple[Tensor | None, ...]) -> None:
+        def receive(gradients: tuple[Tensor | None, ...]) -> None:
             gradient = gradients[record.edge.output_nr]
             if gradient is not None:
                 take(record, gradient)
 
-        return hear
+        return receive
 
     handles = [record.edge.node.register_prehook(hook(record)) for record in records]
     try:

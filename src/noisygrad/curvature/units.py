@@ -1,7 +1,7 @@
 """A unit: the matrix that holds one layer's trainable weights, or a part of them, and where each parameter lies in it.
 
 A flat vector holds unit after unit and, of each, slot after slot, so that every parameter is one piece of memory: row
-by row, or as the parameter itself lies in its own memory (`Slot.lying`).
+by row, or as the parameter itself lies in its own memory (`Slot.memory_layout`).
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ class Slot:
     stop: int
     rows: tuple[int, int] | None = None
     centre: float = 0.0
-    lying: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    memory_layout: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """Shape and strides of the parameter, where its numbers lie in the flat vector as they do in its own memory."""
 
     @cached_property
     def channels_last(self) -> bool:
         """Whether it is a convolution's weight of which all channels of a tap lie side by side."""
-        if self.lying is None:
+        if self.memory_layout is None:
             return False
-        (_, channels, *kernel), strides = self.lying
+        (_, channels, *kernel), strides = self.memory_layout
         steps = [channels * math.prod(kernel[axis:]) for axis in range(len(kernel) + 1)]
         return strides == (steps[0], 1, *steps[1:])
 
     def shaped(self, part: Tensor) -> Tensor:
         """What lies in memory order, `[..., numbers]`, as a view `[..., *shape]`."""
-        assert self.lying is not None
-        shape, strides = self.lying
+        assert self.memory_layout is not None
+        shape, strides = self.memory_layout
         return part.as_strided((*part.shape[:-1], *shape), (*part.stride()[:-1], *strides), part.storage_offset())
 
     def of(self, tensor: Tensor, replica_dims: int) -> Tensor:
@@ -80,9 +80,9 @@ class Unit:
         return self.groups * self.outputs
 
     @cached_property
-    def lies_apart(self) -> bool:
+    def has_custom_layout(self) -> bool:
         """Whether some of its numbers lie otherwise than row by row."""
-        return any(slot.lying is not None for slot in self.slots)
+        return any(slot.memory_layout is not None for slot in self.slots)
 
     def _split(self, segment: Tensor) -> Iterator[tuple[Slot, Tensor]]:
         """Each slot with its part of a flat `[..., size]` segment, which holds slot after slot."""
@@ -92,13 +92,13 @@ class Unit:
     def _rows(self, segment: Tensor) -> list[Tensor]:
         """Each slot's columns as a view `[..., rows, ...]` into a flat `[..., size]` segment."""
         return [
-            part.unflatten(-1, (self.rows, -1)) if slot.lying is None else slot.shaped(part)
+            part.unflatten(-1, (self.rows, -1)) if slot.memory_layout is None else slot.shaped(part)
             for slot, part in self._split(segment)
         ]
 
     def matrix(self, segment: Tensor) -> Tensor:
         """A flat segment as the unit's matrices, `[..., groups · outputs · inputs]` row by row."""
-        if len(self.slots) == 1 and not self.lies_apart:
+        if len(self.slots) == 1 and not self.has_custom_layout:
             return segment
         parts = [part.flatten(start_dim=segment.dim()) for part in self._rows(segment)]
         return torch.cat(parts, dim=-1).flatten(start_dim=-2)
@@ -115,7 +115,7 @@ class Unit:
             shape = shapes[slot.parameter][len(self.replicas) :]
             if slot.rows is not None:
                 shape = torch.Size((slot.rows[1] - slot.rows[0], *shape[1:]))
-            if slot.lying is not None:
+            if slot.memory_layout is not None:
                 yield slot, slot.shaped(part)
             else:
                 yield slot, part.unflatten(-1, shape) if shape else part[..., 0]
@@ -124,16 +124,16 @@ class Unit:
         """A segment whose slots are row by row, in the order in which this unit's numbers lie; a copy."""
         found = torch.empty_like(segment)
         for (slot, mine), (_, theirs) in zip(self._split(found), self._split(segment), strict=True):
-            if slot.lying is None:
+            if slot.memory_layout is None:
                 mine.copy_(theirs)
             else:
-                slot.shaped(mine).copy_(theirs.unflatten(-1, slot.lying[0]))
+                slot.shaped(mine).copy_(theirs.unflatten(-1, slot.memory_layout[0]))
         return found
 
     def from_memory(self, segment: Tensor) -> Tensor:
         """The inverse of `to_memory`; a copy."""
         parts = [
-            part if slot.lying is None else slot.shaped(part).flatten(start_dim=segment.dim() - 1)
+            part if slot.memory_layout is None else slot.shaped(part).flatten(start_dim=segment.dim() - 1)
             for slot, part in self._split(segment)
         ]
         return torch.cat(parts, dim=-1)

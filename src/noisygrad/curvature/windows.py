@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from noisygrad.curvature import kernels
+from noisygrad.kernels import squares
 
 
 def patches(module: Any, inputs: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def _padded(module: Any, inputs: Tensor) -> Tensor:
     return F.pad(inputs, padding, mode=mode) if any(padding) else inputs
 
 
-def two_axes(module: Any, images: Tensor) -> tuple[Tensor, kernels.Window]:
+def two_axes(module: Any, images: Tensor) -> tuple[Tensor, squares.Window]:
     """A convolution of one or two axes as one of two with zeros around its images, `[B, channels, height, width]`."""
     zeros = module.padding_mode == "zeros"
     padding = tuple(module._reversed_padding_repeated_twice) if zeros else None
@@ -49,12 +49,12 @@ def two_axes(module: Any, images: Tensor) -> tuple[Tensor, kernels.Window]:
 @lru_cache(maxsize=1024)
 def _window(
     kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...], padding: tuple[int, ...] | None
-) -> kernels.Window:
+) -> squares.Window:
     """What a convolution of one or two axes sees, given the zeros on both ends of each axis, the last axis first."""
     before = (0,) * len(kernel) if padding is None else padding[::2][::-1]
     axes = list(zip(kernel, stride, dilation, before, strict=True))
     down, across = axes if len(axes) == 2 else ((1, 1, 1, 0), *axes)
-    return kernels.Window(*zip(down, across, strict=True))
+    return squares.Window(*zip(down, across, strict=True))
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from noisygrad.exploration.baseline import LinearFeatureBaseline
 from noisygrad.exploration.bonus import Bonus, IntrinsicReward, NoBonus, SquaredNorm
 from noisygrad.exploration.curiosity import GainBonus, InformationGain
 from noisygrad.exploration.dynamics import MODELS, Dynamics, DynamicsSettings
-from noisygrad.exploration.environments import TASKS, CartPoleSwingup, DoublePendulum, MountainCar, Task
 from noisygrad.exploration.gain import information_gain
 from noisygrad.exploration.recording import Recorder, Transitions
 from noisygrad.exploration.replay import ReplayPool
 from noisygrad.exploration.trpo import LinearBaselineTRPO, paper_trpo
-from noisygrad.exploration.vector import TaskVector
+from noisygrad_paper.environments import TASKS, CartPoleSwingup, DoublePendulum, MountainCar, Task
+from noisygrad_paper.environments.vector import TaskVector
 
 __all__ = [
     "Bonus",

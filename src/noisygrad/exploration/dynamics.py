@@ -20,18 +20,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from noisygrad.baselines.bbb import BBB, BBBSettings
 from noisygrad.exploration.gain import CovarianceTerm, diagonal_gain, kronecker_gain
 from noisygrad.exploration.recording import Transitions
 from noisygrad.exploration.replay import ReplayPool, Scale
 from noisygrad.exploration.sensitivity import Sensitivity, perceptron_sensitivities
 from noisygrad.families import diagonal, kronecker
 from noisygrad.likelihoods import Gaussian
-from noisygrad.training.noisy import NoisyLearner, NoisySettings
-from noisygrad.training.perceptrons import Perceptrons
-from noisygrad.training.replicas import Streams
+from noisygrad.replicas.engine import ReplicaGenerators
+from noisygrad.replicas.noisy import NoisyLearner, NoisySettings
+from noisygrad.replicas.perceptrons import Perceptrons
+from noisygrad.replicas.variational import VariationalLearner
 from noisygrad.training.threads import one_thread
-from noisygrad.training.variational import VariationalLearner
+from noisygrad_paper.baselines.bbb import BBB, BBBSettings
 
 Array = NDArray[np.float64]
 
@@ -138,7 +138,7 @@ class Dynamics:
             )
         self.settings = settings
         self.network = Perceptrons((observations + actions, *settings.hidden, observations))
-        self._streams = Streams.of(seeds)
+        self._streams = ReplicaGenerators.of(seeds)
         self.learner = self._learner()
         if settings.initial_std is not None:
             for mean, generator in zip(self.learner.mean, self._streams.start, strict=True):

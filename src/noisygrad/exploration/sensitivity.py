@@ -13,7 +13,7 @@ from torch.func import functional_call
 from noisygrad.curvature.capture import Capture
 from noisygrad.curvature.units import Unit
 from noisygrad.posterior.posterior import Posterior
-from noisygrad.training.perceptrons import Perceptrons
+from noisygrad.replicas.perceptrons import Perceptrons
 
 
 @dataclasses.dataclass(frozen=True)

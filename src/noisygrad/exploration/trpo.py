@@ -19,9 +19,9 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from noisygrad.exploration.baseline import LinearFeatureBaseline
 from noisygrad.exploration.bonus import IntrinsicReward, NoBonus
-from noisygrad.exploration.environments import HORIZON, TASKS, Task
 from noisygrad.exploration.recording import Recorder
-from noisygrad.exploration.vector import TaskVector
+from noisygrad_paper.environments import HORIZON, TASKS, Task
+from noisygrad_paper.environments.vector import TaskVector
 
 
 class LinearBaselineTRPO(TRPO):

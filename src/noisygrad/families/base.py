@@ -31,19 +31,19 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-1)
 
 
-def thin(value: float, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+def constant_rows(value: float, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor of one number throughout, which is in memory once for each row."""
     return torch.full((*shape[:-1], 1), value, dtype=dtype, device=device).expand(*shape)
 
 
-def is_thin(tensor: Tensor) -> bool:
+def has_constant_rows(tensor: Tensor) -> bool:
     """Whether each row is known to be of one number throughout."""
     return tensor.stride(-1) == 0
 
 
-def thin_map(function: TensorMap, tensor: Tensor) -> Tensor:
-    """`function` of each number; a thin tensor stays thin."""
-    return function(tensor[..., :1]).expand(tensor.shape) if is_thin(tensor) else function(tensor)
+def map_constant_rows(function: TensorMap, tensor: Tensor) -> Tensor:
+    """`function` of each number; constant rows stay so."""
+    return function(tensor[..., :1]).expand(tensor.shape) if has_constant_rows(tensor) else function(tensor)
 
 
 class TensorMap(Protocol):
@@ -116,14 +116,14 @@ class TensorRecord:
         """A deep copy, detached from any graph."""
         return self.map(lambda tensor: tensor.detach().clone())
 
-    def whole(self) -> TensorRecord:
+    def unpacked(self) -> TensorRecord:
         """The same with every matrix as one tensor (`packed`): what is shown and saved."""
         return self
 
-    def take_(self, whole: TensorRecord) -> None:
-        """Overwrite the tensors in place with those of a `whole()`."""
-        assert isinstance(whole, type(self))
-        self.copy_(whole)
+    def load_unpacked_(self, unpacked: TensorRecord) -> None:
+        """Overwrite the tensors in place with those of an `unpacked()` record."""
+        assert isinstance(unpacked, type(self))
+        self.copy_(unpacked)
 
 
 @dataclasses.dataclass
@@ -160,7 +160,7 @@ class Statistics(TensorRecord, ABC):
         return self
 
     @torch.no_grad()
-    def raise_(self, floor: float) -> None:
+    def add_floor_(self, floor: float) -> None:
         """In place: F + floor · I, or F + floor · I ⊗ A/a of a Kronecker product, a being the mean of A's diagonal.
 
         So the floor of S ⊗ A does not depend on how the Fisher is divided between S and A.
@@ -173,7 +173,7 @@ class Statistics(TensorRecord, ABC):
                 scale = found[name.replace("outputs", "inputs")].diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
                 tensor.diagonal(dim1=-2, dim2=-1).add_(floor / scale.clamp(min=torch.finfo(scale.dtype).tiny))
 
-    def whole(self) -> Statistics:
+    def unpacked(self) -> Statistics:
         """The same with every matrix as one tensor."""
         return self
 
@@ -201,19 +201,19 @@ class Sampler(TensorRecord, ABC):
 
 
 @dataclasses.dataclass
-class Both(Solver, Sampler):
+class SolverSampler(Solver, Sampler):
     """What a step and a draw need, in one."""
 
 
 @dataclasses.dataclass
-class Precision(Both):
+class Precision(SolverSampler):
     """P = F̄ + Γ + γ_ex I of one block, factorised: each method is one identity."""
 
-    def without_terms(self) -> Self:
+    def drop_terms(self) -> Self:
         """The same without what only `quad`, `to_dense` and `as_prior` need: what an optimiser keeps between steps."""
         return self
 
-    def for_steps(self) -> Self:
+    def with_inverses(self) -> Self:
         """The same, prepared for many calls of `solve`."""
         return self
 
@@ -223,7 +223,7 @@ class Precision(Both):
 
     def sampler(self) -> Sampler:
         """What many calls of `sample` need, and no more."""
-        return self.without_terms()
+        return self.drop_terms()
 
     @abstractmethod
     def quad(self, vector: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from noisygrad.families import base
 from noisygrad.families.base import DampingMode
-from noisygrad.families.factorisation import FactorisationError, inverse_root, not_positive, rounding_floor
+from noisygrad.kernels.factorisation import FactorisationError, inverse_root, not_positive, rounding_floor
 
 
 @dataclasses.dataclass

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from noisygrad.families import base
-from noisygrad.families.base import DampingMode, thin_map
-from noisygrad.families.factorisation import capturing, factorisation_error, not_positive
+from noisygrad.families.base import DampingMode, map_constant_rows
+from noisygrad.kernels.factorisation import capturing, factorisation_error, not_positive
 
 
 @dataclasses.dataclass
@@ -28,7 +28,7 @@ class Prior(base.Prior):
 
     def scaled(self, factor: float) -> Self:
         """Γ times `factor`."""
-        return dataclasses.replace(self, precision=thin_map(lambda values: values * factor, self.precision))
+        return dataclasses.replace(self, precision=map_constant_rows(lambda values: values * factor, self.precision))
 
     def quad(self, vector: Tensor) -> Tensor:
         """Σ Γ_j v_j²."""
@@ -60,7 +60,7 @@ class Statistics(base.Statistics):
         return cls(rows.square().mean(-2))
 
     @torch.no_grad()
-    def raise_(self, floor: float) -> None:
+    def add_floor_(self, floor: float) -> None:
         """In place: f + floor."""
         self.fisher.add_(floor)
 

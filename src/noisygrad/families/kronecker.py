@@ -17,9 +17,9 @@ from torch import Tensor
 
 from noisygrad.families import base
 from noisygrad.families.base import DampingMode
-from noisygrad.families.factorisation import factorisation_error, inverse_root, rounding_floor, symmetric_eigh
-from noisygrad.families.moments import between, gram, second_moment, times_lower, wide_product
-from noisygrad.families.products import matmul
+from noisygrad.kernels.factorisation import factorisation_error, inverse_root, rounding_floor, symmetric_eigh
+from noisygrad.kernels.moments import between, gram, second_moment, times_lower, wide_product
+from noisygrad.kernels.products import matmul
 
 _LARGEST_PI = 1e8
 
@@ -192,7 +192,7 @@ class Statistics(base.Statistics):
         """
         priors = [each.tensors() for each in (prior, with_damping(prior, damping))]
         both = prior.with_tensors({name: torch.stack([each[name] for each in priors]) for name in priors[0]})
-        twice = self.map(lambda tensor: tensor.expand(2, *tensor.shape))._factorise_factors(both).without_terms()
+        twice = self.map(lambda tensor: tensor.expand(2, *tensor.shape))._factorise_factors(both).drop_terms()
         return twice.map(lambda tensor: tensor[0]), twice.map(lambda tensor: tensor[1])
 
     def _factorise_factors(self, prior: Prior) -> Precision:
@@ -224,7 +224,7 @@ class Statistics(base.Statistics):
 class Precision(base.Precision):
     """P⁻¹ = (U ⊗ V) diag(1/R) (U ⊗ V)ᵀ with U = `left`, V = `right` and R = `spectrum` (None where it is all ones).
 
-    `inverse_left` and `inverse_right` are U Uᵀ and V Vᵀ, after `for_steps` and with factored damping only. `terms` are
+    `inverse_left` and `inverse_right` are U Uᵀ and V Vᵀ, after `with_inverses`, for factored damping only. `terms` are
     (S₁, A₁[, S₂, A₂]) with P = Σ Sᵢ ⊗ Aᵢ. Where U and V hold eigenvectors, the bases are those: see `in_eigenbasis`.
     """
 
@@ -238,11 +238,11 @@ class Precision(base.Precision):
     left_basis: Tensor | None = None
     right_basis: Tensor | None = None
 
-    def without_terms(self) -> Self:
+    def drop_terms(self) -> Self:
         """A copy that can only solve, sample and take traces: half the memory, for caches used at every step."""
         return dataclasses.replace(self, terms=())
 
-    def for_steps(self) -> Self:
+    def with_inverses(self) -> Self:
         """The same with U Uᵀ and V Vᵀ, so that `solve` takes two products and not four."""
         if self.spectrum is not None:
             return self
@@ -319,7 +319,7 @@ class Precision(base.Precision):
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         if not self.terms:
-            raise RuntimeError("this Precision was stripped by without_terms(); use the original for quad and to_dense")
+            raise RuntimeError("this Precision was stripped by drop_terms(); use the original for quad and to_dense")
         return list(zip(self.terms[::2], self.terms[1::2], strict=True))
 
 

@@ -12,9 +12,10 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
-from noisygrad.families import base, kronecker, triangles
+from noisygrad.families import base, kronecker
 from noisygrad.families.base import DampingMode
-from noisygrad.families.triangles import Bands
+from noisygrad.kernels import triangles
+from noisygrad.kernels.triangles import Bands
 
 MOMENT_BANDS = 10
 FACTOR_BANDS = 4
@@ -34,22 +35,22 @@ class Statistics(base.Statistics):
         """The same moments."""
         return cls(triangles.pack(whole.inputs, MOMENT_BANDS), triangles.pack(whole.outputs, MOMENT_BANDS))
 
-    def whole(self) -> kronecker.Statistics:
+    def unpacked(self) -> kronecker.Statistics:
         """As they are without bands."""
         return kronecker.Statistics(triangles.symmetric(self.inputs), triangles.symmetric(self.outputs))
 
-    def take_(self, whole: base.TensorRecord) -> None:
+    def load_unpacked_(self, unpacked: base.TensorRecord) -> None:
         """Overwrite the moments in place."""
-        assert isinstance(whole, kronecker.Statistics)
-        triangles.fill_(self.inputs, whole.inputs)
-        triangles.fill_(self.outputs, whole.outputs)
+        assert isinstance(unpacked, kronecker.Statistics)
+        triangles.fill_(self.inputs, unpacked.inputs)
+        triangles.fill_(self.outputs, unpacked.outputs)
 
     def diagonals(self) -> tuple[Tensor, Tensor]:
         """Those of A and S."""
         return triangles.diagonal(self.inputs), triangles.diagonal(self.outputs)
 
     @torch.no_grad()
-    def raise_(self, floor: float) -> None:
+    def add_floor_(self, floor: float) -> None:
         """In place: F + floor · I ⊗ A/a, as of the whole."""
         scale = triangles.diagonal(self.inputs).mean(-1, keepdim=True)
         triangles.add_to_diagonal_(self.outputs, floor / scale.clamp(min=torch.finfo(scale.dtype).tiny))
@@ -58,11 +59,11 @@ class Statistics(base.Statistics):
         self, prior: kronecker.Prior, damping: float = 0.0, mode: DampingMode = "factored"
     ) -> kronecker.Precision:
         """That of the whole."""
-        return self.whole().factorise(prior, damping, mode)
+        return self.unpacked().factorise(prior, damping, mode)
 
 
 @dataclasses.dataclass
-class Factors(base.Both):
+class Factors(base.SolverSampler):
     """P⁻¹ = U Uᵀ ⊗ V Vᵀ: Uᵀ and Vᵀ, which are lower triangular, for draws; U Uᵀ and V Vᵀ for steps; or both pairs."""
 
     left: Bands
@@ -73,7 +74,7 @@ class Factors(base.Both):
 
     @classmethod
     def of(cls, whole: kronecker.Precision | kronecker.Inverse) -> Self:
-        """The same factors; what is left of a precision are its roots and, after `for_steps`, its inverses."""
+        """The same factors; what is left of a precision are its roots and, after `with_inverses`, its inverses."""
         if isinstance(whole, kronecker.Inverse):
             return cls((), (), _pack(whole.left), _pack(whole.right), None)
         return cls(
@@ -84,7 +85,7 @@ class Factors(base.Both):
             whole.log_determinant,
         )
 
-    def whole(self) -> kronecker.Precision | kronecker.Inverse:
+    def unpacked(self) -> kronecker.Precision | kronecker.Inverse:
         """As they are without bands."""
         if not self.left:
             return kronecker.Inverse(triangles.symmetric(self.inverse_left), triangles.symmetric(self.inverse_right))
@@ -99,18 +100,18 @@ class Factors(base.Both):
             log_determinant=self.log_determinant,
         )
 
-    def take_(self, whole: base.TensorRecord) -> None:
+    def load_unpacked_(self, unpacked: base.TensorRecord) -> None:
         """Overwrite the factors in place."""
         inverses: tuple[Tensor | None, Tensor | None]
-        if isinstance(whole, kronecker.Inverse):
-            inverses = whole.left, whole.right
+        if isinstance(unpacked, kronecker.Inverse):
+            inverses = unpacked.left, unpacked.right
         else:
-            assert isinstance(whole, kronecker.Precision)
-            triangles.fill_(self.left, whole.left.mT)
-            triangles.fill_(self.right, whole.right.mT)
+            assert isinstance(unpacked, kronecker.Precision)
+            triangles.fill_(self.left, unpacked.left.mT)
+            triangles.fill_(self.right, unpacked.right.mT)
             assert self.log_determinant is not None
-            self.log_determinant.copy_(whole.log_determinant)
-            inverses = whole.inverse_left, whole.inverse_right
+            self.log_determinant.copy_(unpacked.log_determinant)
+            inverses = unpacked.inverse_left, unpacked.inverse_right
         for bands, inverse in zip((self.inverse_left, self.inverse_right), inverses, strict=True):
             if inverse is not None:
                 triangles.fill_(bands, inverse)
@@ -129,7 +130,7 @@ class Factors(base.Both):
 
 def statistics(whole: kronecker.Statistics) -> kronecker.Statistics | Statistics:
     """The moments in bands, where that pays."""
-    return Statistics.of(whole) if triangles.pays(whole.inputs) or triangles.pays(whole.outputs) else whole
+    return Statistics.of(whole) if triangles.use_bands(whole.inputs) or triangles.use_bands(whole.outputs) else whole
 
 
 def factors(whole: Record) -> Record | Factors:
@@ -138,7 +139,7 @@ def factors(whole: Record) -> Record | Factors:
         return whole
     if not isinstance(whole, kronecker.Precision | kronecker.Inverse):
         return whole
-    return Factors.of(whole) if triangles.pays(whole.left) or triangles.pays(whole.right) else whole
+    return Factors.of(whole) if triangles.use_bands(whole.left) or triangles.use_bands(whole.right) else whole
 
 
 def _matrix(vector: Tensor, left: Bands, right: Bands) -> Tensor:

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from noisygrad.families import base, kronecker
 from noisygrad.families.base import DampingMode
-from noisygrad.families.factorisation import FactorisationError, inverse_root, rounding_floor, symmetric_eigh
 from noisygrad.families.kronecker import congruence_diagonal, damped_factors, in_eigenbasis
-from noisygrad.families.moments import between, second_moment
+from noisygrad.kernels.factorisation import FactorisationError, inverse_root, rounding_floor, symmetric_eigh
+from noisygrad.kernels.moments import between, second_moment
 
 
 @dataclasses.dataclass
@@ -208,7 +208,7 @@ class Precision(base.Precision):
     cross_inputs: tuple[Tensor, ...]
     cross_outputs: tuple[Tensor, ...]
 
-    def without_terms(self) -> Self:
+    def drop_terms(self) -> Self:
         """A copy without P's blocks, that can only solve, sample and take traces, for caches used at every step."""
         return dataclasses.replace(self, inputs=(), outputs=(), cross_inputs=(), cross_outputs=())
 
@@ -317,7 +317,7 @@ class Precision(base.Precision):
 
     def _require_blocks(self) -> None:
         if not self.inputs:
-            raise RuntimeError("this Precision was stripped by without_terms(); use the original for quad and to_dense")
+            raise RuntimeError("this Precision was stripped by drop_terms(); use the original for quad and to_dense")
 
 
 def _factorise_blocks(blocks: Statistics | Prior, floors: Sequence[tuple[Tensor, Tensor]]) -> Precision:

@@ -151,7 +151,7 @@ class Likelihood(nn.Module, ABC):
         """A cheap test that most batches pass, where all that `invalid` asks is that targets are finite."""
         return type(self).invalid is Likelihood.invalid and math.isfinite(target.sum().item())
 
-    def harmless(self, output: Tensor, target: Tensor) -> Tensor:
+    def clamp_invalid_targets(self, output: Tensor, target: Tensor) -> Tensor:
         """`target` with impossible values replaced where a GPU would stop for ever at them; `invalid` tells of them."""
         return target
 

@@ -31,13 +31,13 @@ class Categorical(Likelihood):
             return "Use target.squeeze(-1)."
         return "Labels are indices, not one-hot, and classes are the output's last dimension (permute the output)."
 
-    def harmless(self, output: Tensor, target: Tensor) -> Tensor:
+    def clamp_invalid_targets(self, output: Tensor, target: Tensor) -> Tensor:
         """Labels clamped to the classes there are: a GPU's own check would end the process."""
         return target.clamp(0, output.shape[-1] - 1)
 
     def invalid(self, output: Tensor, target: Tensor) -> Tensor:
         """Whether any label is outside 0..classes-1."""
-        return (self.harmless(output, target) != target).any()
+        return (self.clamp_invalid_targets(output, target) != target).any()
 
     def _value_advice(self, output: Tensor, target: Tensor) -> str:
         return (

@@ -1,8 +1,8 @@
 """`torch.optim` optimisers that fit a posterior: noisy Adam, noisy K-FAC, block-tridiagonal and full covariance."""
 
-from noisygrad.optim.base import NoisyOptimizer
 from noisygrad.optim.captured import CapturedStep
 from noisygrad.optim.finite import NonFiniteError
+from noisygrad.optim.optimizer import NoisyOptimizer
 from noisygrad.optim.optimizers import NoisyAdam, NoisyBlockTridiagonal, NoisyFull, NoisyKFAC
 
 __all__ = [

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from noisygrad.optim.base import NoisyOptimizer
 from noisygrad.optim.closures import Closure
-from noisygrad.optim.graphs import Replays
+from noisygrad.optim.execution import GraphCache
+from noisygrad.optim.optimizer import NoisyOptimizer
 
 _LOOK_EVERY = 100
 
@@ -41,7 +41,7 @@ class CapturedStep:
         self._closure = closure
         self._prepare = prepare
         self._captures = optimizer.device.type == "cuda" and not optimizer.ranks.active
-        self._replays = Replays(optimizer.device, optimizer.generators)
+        self._replays = GraphCache(optimizer.device, optimizer.generators)
         self._refreshes = 0
 
     @torch.no_grad()
@@ -52,8 +52,8 @@ class CapturedStep:
         statistics, refresh = options.stats_due(step), options.factors_due(step)
         if not self._captures or (refresh and self._must_look()):
             return self._as_it_is()
-        optimizer._check_unspoilt()
-        numbers = optimizer._numbers
+        optimizer._check_still_valid()
+        numbers = optimizer._scalars
         numbers.set(optimizer.param_groups, options.clip_at(step), options.decay_at(step))
         optimizer.mean.find_parameters()
         dampings = [group["damping"] for group in optimizer.param_groups]

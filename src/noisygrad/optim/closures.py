@@ -14,11 +14,11 @@ from torch import Tensor
 from noisygrad.curvature.capture import Record
 from noisygrad.curvature.fisher import passes_after_backward
 from noisygrad.curvature.passes import Pass
-from noisygrad.optim.afresh import evaluate_afresh
+from noisygrad.optim.fresh_pass import take_fresh_statistics
 from noisygrad.optim.losses import measure_loss
 
 if TYPE_CHECKING:
-    from noisygrad.optim.base import NoisyOptimizer
+    from noisygrad.optim.optimizer import NoisyOptimizer
 
 Closure = Callable[[], tuple[Tensor, Tensor] | Tensor]
 """Returns (output, target); or, having called `backward`, the mean loss."""
@@ -32,7 +32,7 @@ def evaluate(optimizer: NoisyOptimizer, closure: Closure) -> None:
     for _ in range(options.mc_samples):
         _evaluate_once(optimizer, closure, only=options.mc_samples == 1 and not afresh)
     if afresh:
-        evaluate_afresh(optimizer, partial(_run, optimizer, closure))
+        take_fresh_statistics(optimizer, partial(_run, optimizer, closure))
 
 
 def _evaluate_once(optimizer: NoisyOptimizer, closure: Closure, *, only: bool) -> None:

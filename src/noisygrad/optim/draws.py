@@ -11,7 +11,7 @@ from torch import Tensor
 from noisygrad.curvature.passes import Pass
 from noisygrad.distributed import Ranks
 from noisygrad.families.base import Statistics
-from noisygrad.optim.finite import Trail, surely_finite
+from noisygrad.optim.finite import FiniteTrace, known_finite
 from noisygrad.posterior.blocks import Block
 
 
@@ -31,21 +31,21 @@ class Pending:
     """How many examples each of them stands for: a tensor once averaged over ranks."""
     units: set[str] = field(default_factory=set)
     """Those that some statistics are of."""
-    sound: bool = True
+    known_finite: bool = True
     """Whether all statistics were looked at and are finite; a GPU is not waited for."""
-    trails: list[Trail] = field(default_factory=list)
-    """Of each pass that is not known to be sound, where its numbers were finite."""
+    trails: list[FiniteTrace] = field(default_factory=list)
+    """Of each pass that is not known to be finite, where its numbers were finite."""
     noise: Tensor | None = None
     """Σ over losses of batch size × the likelihood's own statistic."""
     noise_examples: float | Tensor = 0.0
     expected_statistics: bool = False
 
     def add_draw(self, weights: Tensor) -> None:
-        """Count one draw of the weights. The first is kept by reference: `settle` before its buffer is used again."""
+        """Count one draw of the weights. The first is kept by reference: see `own_buffer`."""
         self.draws += 1
         self.weights = weights if self.weights is None else self.weights + weights
 
-    def settle(self) -> None:
+    def own_buffer(self) -> None:
         """Own the sum, since the buffer of the last draw is about to be overwritten."""
         if self.draws == 1 and self.weights is not None:
             self.weights = self.weights.clone()
@@ -65,7 +65,7 @@ class Pending:
         assert self.weights is not None
         self.weights = self.weights.clone()
         if self.expected_statistics:
-            self.sound = False  # this rank's may be, and another's not
+            self.known_finite = False  # this rank's may be, and another's not
             self.statistics = {n: self.statistics.get(n, s.map(torch.zeros_like)) for n, s in statistics.items()}
             self.examples = {n: self.weights.new_tensor(self.examples.get(n, 0.0)) for n in statistics}
         self.noise_examples = self.weights.new_tensor(self.noise_examples)
@@ -84,19 +84,19 @@ class Pending:
         self, blocks: Sequence[Block], passes: Mapping[str, Pass], weight: float, current: Mapping[str, Statistics]
     ) -> None:
         """Add one pass, counted as `weight` examples; `current` are the moving averages."""
-        sound = True
+        finite = True
         self.units.update(passes)
         for block in blocks if passes else ():
             measured = block.measure(passes, current[block.name])
-            sound = sound and surely_finite(measured)
+            finite = finite and known_finite(measured)
             if block.name not in self.statistics:
                 self.statistics[block.name], self.examples[block.name] = measured, weight
                 continue
             self.examples[block.name] += weight
             self.statistics[block.name].update_(measured, 1.0 - weight / self.examples[block.name])
-        if not sound:
-            self.sound = False
-            self.trails += Trail.of(passes)
+        if not finite:
+            self.known_finite = False
+            self.trails += FiniteTrace.of(passes)
 
     def add_loss(self, loss: Tensor) -> None:
         """Count one loss; the value is kept for reporting."""

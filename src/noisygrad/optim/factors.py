@@ -14,9 +14,9 @@ from torch import Tensor
 
 from noisygrad.distributed import Ranks
 from noisygrad.families import diagonal, kronecker, packed
-from noisygrad.families.base import Prior, Statistics, TensorRecord, is_thin
-from noisygrad.families.factorisation import FactorisationError, capturing, deferred
-from noisygrad.families.rounding import full_precision
+from noisygrad.families.base import Prior, Statistics, TensorRecord, has_constant_rows
+from noisygrad.kernels.factorisation import FactorisationError, capturing, deferred
+from noisygrad.kernels.precision import full_precision
 from noisygrad.optim import stacks
 from noisygrad.optim.backup import Backup
 from noisygrad.optim.options import Options
@@ -61,14 +61,16 @@ class Factors:
     def _diagonal_prior(self) -> Tensor | float | None:
         """All of Γ as one flat vector, or as one number, where no block's prior is more than a diagonal."""
         only = self.priors[self.blocks[0].name] if len(self.blocks) == 1 else None
-        if isinstance(only, diagonal.Prior) and is_thin(only.precision) and not self.blocks[0].batch:
+        if isinstance(only, diagonal.Prior) and has_constant_rows(only.precision) and not self.blocks[0].batch:
             return only.precision[0].item()
         total = None
         for block in self.blocks:
             prior = self.priors[block.name]
             if not isinstance(prior, diagonal.Prior) and not getattr(prior, "diagonal", False):
                 return None
-            ones = torch.ones(*block.batch, block.size // block.grouped, dtype=self.updates.dtype, device=self._device)
+            ones = torch.ones(
+                *block.batch, block.size // block.num_groups, dtype=self.updates.dtype, device=self._device
+            )
             if total is None:
                 total = ones.new_zeros(*block.units[0].replicas, self._size)
             block.write_(total, prior.times(ones))
@@ -103,7 +105,7 @@ class Factors:
         """
         if floor := self._options.fisher_floor:
             for mean in means.values():
-                mean.raise_(floor)
+                mean.add_floor_(floor)
         together = len(means) == len(self.blocks) and not any(isinstance(share, Tensor) for share in examples.values())
         if together and len(set(self._seen)) == 1:
             # All blocks are at the same k: one rate for all moments.
@@ -166,7 +168,7 @@ class Factors:
                     self._store(block, self._factorise_block(block, dampings[block.group]))
 
         with full_precision(), self._same_factors_on_failure():
-            self._ranks.everywhere(factorise, self._device)
+            self._ranks.run_on_all(factorise, self._device)
         if self._ranks.active:
             for block, owner in zip(self.blocks, self._owners, strict=True):
                 self._ranks.broadcast(self.tensors(block).values(), owner)
@@ -263,20 +265,22 @@ class Factors:
         """Those of a block, or of a stack; `twice` makes what draws and what steps need together, in more memory."""
         mode = self._options.damping_mode
         if noise and damping == 0.0:
-            both = packed.factors(statistics.factorise(prior, 0.0, mode).without_terms().for_steps())
+            both = packed.factors(statistics.factorise(prior, 0.0, mode).drop_terms().with_inverses())
             return BlockFactors(both, both)
         if twice and noise and mode == "factored":
             assert isinstance(statistics, kronecker.Statistics)
             assert isinstance(prior, kronecker.Prior)
             draws, steps = statistics.factorise_twice(prior, damping)
             return BlockFactors(packed.factors(draws.sampler()), packed.factors(steps.solver()))
-        stepper = packed.factors(statistics.factorise(prior, damping, mode).without_terms().solver())
+        stepper = packed.factors(statistics.factorise(prior, damping, mode).drop_terms().solver())
         sampler = packed.factors(statistics.factorise(prior, 0.0, mode).sampler()) if noise else None
         return BlockFactors(sampler, stepper)
 
     def _factorise_block(self, block: Block, damping: float) -> BlockFactors:
         with naming_layers(block):
-            return self._factorise(self.statistics[block.name].whole(), self.priors[block.name], damping, block.noise)
+            return self._factorise(
+                self.statistics[block.name].unpacked(), self.priors[block.name], damping, block.noise
+            )
 
     def _store(self, block: Block, new: BlockFactors) -> None:
         old = self.cached.get(block.name)
@@ -292,7 +296,7 @@ class Factors:
         """A copy of the statistics, with every parameter row by row."""
         return {
             block.name: self.statistics[block.name]
-            .whole()
+            .unpacked()
             .map(lambda tensor, block=block: copied(tensor, block if block.family == "diagonal" else None))
             for block in self.blocks
         }

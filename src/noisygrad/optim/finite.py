@@ -14,7 +14,7 @@ from noisygrad.families import kronecker, packed
 from noisygrad.families.base import Statistics
 from noisygrad.optim.running import RunningStatistics
 from noisygrad.posterior.blocks import Block
-from noisygrad.posterior.faults import some_of
+from noisygrad.posterior.faults import format_names
 from noisygrad.posterior.structure import Structure
 
 
@@ -23,7 +23,7 @@ class NonFiniteError(ArithmeticError):
 
 
 @dataclass
-class Trail:
+class FiniteTrace:
     """One number for what came into each layer and one for what came back, each finite if all of that was.
 
     A bad number spreads forward to all later inputs and back to all earlier gradients, so the statistics of most layers
@@ -34,7 +34,7 @@ class Trail:
     sizes: Tensor
 
     @classmethod
-    def of(cls, passes: Mapping[str, Pass]) -> list[Trail]:
+    def of(cls, passes: Mapping[str, Pass]) -> list[FiniteTrace]:
         """That of one backward pass; none where there was nothing to look at."""
         found = {(name, kind): tensor for name, one in passes.items() for kind, tensor in one.carried().items()}
         if not found:
@@ -43,7 +43,7 @@ class Trail:
         return [cls(tuple(found), torch.stack(torch._foreach_norm(tensors, 1)))]
 
 
-def surely_finite(statistics: Statistics) -> bool:
+def known_finite(statistics: Statistics) -> bool:
     """Whether all its numbers are, as far as that is known without waiting: of a GPU's, it is not."""
     tensors = statistics.tensors().values()
     return all(tensor.device.type == "cpu" and math.isfinite(tensor.sum().item()) for tensor in tensors)
@@ -71,7 +71,7 @@ class FiniteGuard:
         gradient: Tensor,
         loss: Tensor | None,
         statistics: Mapping[str, Statistics],
-        trails: Sequence[Trail],
+        trails: Sequence[FiniteTrace],
         found_inf: Tensor | None,
     ) -> Tensor | None:
         """None for a step that may go on (CPU), or 1.0 / 0.0 to mask it with (GPU, and under a GradScaler).
@@ -102,7 +102,7 @@ class FiniteGuard:
         gradient.masked_fill_(stop, 0.0)
         return (~stop).to(gradient.dtype)
 
-    def _note_trails(self, trails: Sequence[Trail], skip: Tensor | None) -> None:
+    def _note_trails(self, trails: Sequence[FiniteTrace], skip: Tensor | None) -> None:
         for trail in trails:
             spoilt = ~trail.sizes.isfinite()
             if skip is not None:
@@ -149,12 +149,12 @@ class FiniteGuard:
         owners = [name for name, wrong in zip(self._owners, bad[1:].tolist(), strict=False) if wrong]
         bad_parameters = self._parameters()
         if owners:
-            where = f"the statistics of {some_of(origin or list(dict.fromkeys(owners)))} went bad"
+            where = f"the statistics of {format_names(origin or list(dict.fromkeys(owners)))} went bad"
         else:
             where = f"the gradient of {bad_parameters} went bad" if bad_parameters else "the loss itself"
         self._running.restore()
-        spoilt = self._running.spoilt()
-        reset = f". But {some_of(spoilt)} took bad numbers from the batch: reset them" if spoilt else ""
+        spoilt = self._running.nonfinite_buffers()
+        reset = f". But {format_names(spoilt)} took bad numbers from the batch: reset them" if spoilt else ""
         raise NonFiniteError(
             f"a loss or gradient was NaN or infinite: {where}. Mean, Fisher and step count are as they were. "
             f"Look for bad inputs, lower lr, set kl_clip (1e-3 is a good start) or raise damping{reset}"
@@ -182,7 +182,7 @@ class FiniteGuard:
 
     def _parameters(self) -> str:
         parameters = self._structure.parameters.items()
-        return some_of([n for n, p in parameters if p.grad is not None and not _is_finite(p.grad)])
+        return format_names([n for n, p in parameters if p.grad is not None and not _is_finite(p.grad)])
 
 
 def _owners(block: Block) -> list[str]:

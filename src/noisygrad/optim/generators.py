@@ -10,9 +10,9 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from noisygrad.curvature.parallel import side_by_side
 from noisygrad.distributed import Ranks
-from noisygrad.families.factorisation import capturing
+from noisygrad.kernels.factorisation import capturing
+from noisygrad.kernels.threads import run_in_threads
 
 PARTS, LARGE = 32, 1_000_000
 """A row of so many numbers is drawn in so many parts."""
@@ -66,7 +66,7 @@ def _fill_in_parts_(row: Tensor, generator: torch.Generator) -> None:
     def fill(part: Tensor, seed: int) -> None:
         part.normal_(generator=torch.Generator(row.device).manual_seed(seed))
 
-    side_by_side([partial(fill, part, seed) for part, seed in zip(row.chunk(PARTS), seeds, strict=True)])
+    run_in_threads([partial(fill, part, seed) for part, seed in zip(row.chunk(PARTS), seeds, strict=True)])
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from noisygrad.curvature.capture import Capture
 from noisygrad.optim.statistics import take_statistics
 
 if TYPE_CHECKING:
-    from noisygrad.optim.base import NoisyOptimizer
+    from noisygrad.optim.optimizer import NoisyOptimizer
 
 
 def measure_loss(optimizer: NoisyOptimizer, capture: Capture | None, output: Tensor, target: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def measure_loss(optimizer: NoisyOptimizer, capture: Capture | None, output: Ten
     output = output if output.dtype in {torch.float32, torch.float64} else output.float()
     if device != "cpu":
         optimizer.guard.note_targets(likelihood.invalid(output, target))
-        target = likelihood.harmless(output, target)
+        target = likelihood.clamp_invalid_targets(output, target)
     if capture is not None:
         take_statistics(optimizer, capture, output, target)
     loss = likelihood.nll(output, target)

@@ -98,7 +98,7 @@ def _inner(first: Tensor, second: Tensor) -> Tensor:
     return found.unsqueeze(-1)
 
 
-class Numbers:
+class DeviceScalars:
     """Learning rates, trust region, decay, loss and mask as tensors on the device, for a replayed step to read."""
 
     def __init__(self, like: Tensor) -> None:

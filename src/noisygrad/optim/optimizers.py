@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from noisygrad.optim.base import NoisyOptimizer
+from noisygrad.optim.optimizer import NoisyOptimizer
 from noisygrad.posterior.blocks import Family
 
 

@@ -40,7 +40,7 @@ class RunningStatistics:
                 for buffer, old in zip(now, kept, strict=True):
                     buffer.copy_(old)
 
-    def spoilt(self) -> list[str]:
+    def nonfinite_buffers(self) -> list[str]:
         """The names of the buffers that have gone bad; waits for a GPU."""
         return [name for name, buffer in self._model.named_buffers() if name in self._sound and not _is_finite(buffer)]
 

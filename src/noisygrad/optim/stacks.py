@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from noisygrad.families.base import Both, Prior, Sampler, Solver, Statistics, TensorRecord
+from noisygrad.families.base import Prior, Sampler, Solver, SolverSampler, Statistics, TensorRecord
 from noisygrad.posterior.blocks import Block
 
 Record = TypeVar("Record", bound=TensorRecord)
@@ -40,7 +40,7 @@ class BlockFactors:
     @property
     def shared(self) -> bool:
         """Whether both are one."""
-        return isinstance(self.sampler, Both) and self.sampler is self.stepper
+        return isinstance(self.sampler, SolverSampler) and self.sampler is self.stepper
 
     def member(self, like: BlockFactors, lead: int, index: int) -> BlockFactors:
         """Those of one block in a stack's, as views of the sizes of `like`."""
@@ -48,7 +48,7 @@ class BlockFactors:
         if self.sampler is None or like.sampler is None:
             return BlockFactors(None, stepper)
         if self.shared:
-            assert isinstance(stepper, Both)
+            assert isinstance(stepper, SolverSampler)
             return BlockFactors(stepper, stepper)
         return BlockFactors(_member(self.sampler, like.sampler, lead, index), stepper)
 
@@ -86,7 +86,7 @@ class Stack:
 
     def statistics(self, of_blocks: Mapping[str, Statistics]) -> Statistics:
         """Its blocks' statistics, as one; not to be written to."""
-        return _together([of_blocks[block.name].whole() for block in self.blocks], len(self.blocks[0].batch))
+        return _together([of_blocks[block.name].unpacked() for block in self.blocks], len(self.blocks[0].batch))
 
     def split(self) -> list[Stack]:
         """Itself in parts that are small enough to be factorised together, as views."""
@@ -101,7 +101,7 @@ class Stack:
 
         stepper, sampler = narrow(self.factors.stepper), self.factors.sampler
         if self.factors.shared:
-            assert isinstance(stepper, Both)
+            assert isinstance(stepper, SolverSampler)
             factors = BlockFactors(stepper, stepper)
         else:
             factors = BlockFactors(None if sampler is None else narrow(sampler), stepper)
@@ -157,7 +157,7 @@ class Stacks:
         stepper = _stack([factors.stepper for factors in found], lead, width - inputs)
         samplers = [factors.sampler for factors in found if factors.sampler is not None]
         if found[0].shared:
-            assert isinstance(stepper, Both)
+            assert isinstance(stepper, SolverSampler)
             factors = BlockFactors(stepper, stepper)
         else:
             factors = BlockFactors(_stack(samplers, lead, width - inputs) if samplers else None, stepper)
@@ -202,7 +202,7 @@ class Stacks:
 
 def can_stack(block: Block) -> bool:
     """Whether the block is one Kronecker product."""
-    return block.family == "kronecker" and block.grouped == 1
+    return block.family == "kronecker" and block.num_groups == 1
 
 
 def _key(factors: BlockFactors, prior: Prior) -> object:

@@ -19,7 +19,7 @@ from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.structure import Structure, copied
 
 if TYPE_CHECKING:
-    from noisygrad.optim.base import NoisyOptimizer
+    from noisygrad.optim.optimizer import NoisyOptimizer
 
 FORMAT = 3
 """1 kept roots where now there are inverses; 2 kept both of a diagonal for draws and for steps."""
@@ -153,7 +153,9 @@ class _Entry:
 
     def read(self) -> dict[str, Tensor]:
         """Copies, every matrix as one tensor and every parameter row by row."""
-        return {self.name + name: copied(tensor, self.owner) for name, tensor in self.record.whole().tensors().items()}
+        return {
+            self.name + name: copied(tensor, self.owner) for name, tensor in self.record.unpacked().tensors().items()
+        }
 
     def write_(self, tensors: Mapping[str, Tensor]) -> None:
         """The inverse of `read`."""
@@ -161,10 +163,10 @@ class _Entry:
         theirs = {name: tensors[self.name + name] for name in like.tensors()}
         if self.owner is not None:
             theirs = {name: self.owner.to_memory(tensor) for name, tensor in theirs.items()}
-        self.record.take_(like.with_tensors(theirs))
+        self.record.load_unpacked_(like.with_tensors(theirs))
 
     def _like(self) -> TensorRecord:
-        return self.record.map(lambda tensor: tensor.to("meta")).whole()
+        return self.record.map(lambda tensor: tensor.to("meta")).unpacked()
 
 
 def _entries(optimizer: NoisyOptimizer) -> list[_Entry]:

@@ -11,10 +11,10 @@ from torch import Tensor
 from noisygrad.curvature import summaries
 from noisygrad.curvature.capture import Capture, Record
 from noisygrad.curvature.fisher import depends_on, fisher_passes
-from noisygrad.families.factorisation import capturing
+from noisygrad.kernels.factorisation import capturing
 
 if TYPE_CHECKING:
-    from noisygrad.optim.base import NoisyOptimizer
+    from noisygrad.optim.optimizer import NoisyOptimizer
 
 
 _OUT_OF_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "unable to find an engine to execute")
@@ -27,7 +27,7 @@ def take_statistics(optimizer: NoisyOptimizer, capture: Capture, output: Tensor,
     """
     batch = output.shape[len(optimizer.likelihood.replicas)]
     records = capture.take()
-    if depends_on(output, capture.told) and depends_on(output, {record.edge.node for record in records}):
+    if depends_on(output, capture.consumed_nodes) and depends_on(output, {record.edge.node for record in records}):
         raise RuntimeError(
             "two losses share a part of one forward pass (a trunk with two heads, say), of which the statistics were "
             "already taken for the first: call the model once for each draw.nll"
@@ -37,14 +37,14 @@ def take_statistics(optimizer: NoisyOptimizer, capture: Capture, output: Tensor,
     while True:
         try:
             _take(optimizer, records, output, target, keep)
-            capture.settle(records)
+            capture.consume(records)
             return
         except RuntimeError as error:
             # While a graph is recorded nothing can be tried again, and sums with earlier draws may be half done.
             if not is_out_of_memory(error) or keep == 1 or not first or capturing():
                 raise
         pending = optimizer._pending
-        pending.statistics, pending.examples, pending.trails, pending.sound = {}, {}, [], True
+        pending.statistics, pending.examples, pending.trails, pending.known_finite = {}, {}, [], True
         optimizer.stats_limit = keep = half_of(keep, f"stats_batch={keep // 2} says so from the start")
 
 
@@ -86,9 +86,9 @@ def _take(optimizer: NoisyOptimizer, records: list[Record], output: Tensor, targ
         del one  # before the next is made
 
 
-def tell_of_unseen(optimizer: NoisyOptimizer) -> None:
+def warn_uncalled_layers(optimizer: NoisyOptimizer) -> None:
     """Warn, once, of layers that have a gradient but no statistics: their posterior would quietly become the prior."""
-    if optimizer.told_of_unseen or optimizer.ranks.active:  # what one rank has not used another may have
+    if optimizer.warned_uncalled_layers or optimizer.ranks.active:  # what one rank has not used another may have
         return
     parameters, seen = optimizer.structure.parameters, optimizer._pending.units
     unseen = [
@@ -98,7 +98,7 @@ def tell_of_unseen(optimizer: NoisyOptimizer) -> None:
     ]
     if not unseen:
         return
-    optimizer.told_of_unseen = True
+    optimizer.warned_uncalled_layers = True
     names = ", ".join(repr(name) for name in unseen[:4]) + (", …" if len(unseen) > 4 else "")
     warnings.warn(
         f"{names}: the loss depends on the weights of {'this layer' if len(unseen) == 1 else 'these layers'}, but not "

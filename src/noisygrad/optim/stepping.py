@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from noisygrad.optim.statistics import tell_of_unseen
+from noisygrad.optim.statistics import warn_uncalled_layers
 
 if TYPE_CHECKING:
-    from noisygrad.optim.base import NoisyOptimizer
+    from noisygrad.optim.optimizer import NoisyOptimizer
 
 
 def apply_step(optimizer: NoisyOptimizer, step: int) -> None:
@@ -23,7 +23,7 @@ def apply_step(optimizer: NoisyOptimizer, step: int) -> None:
     optimizer._gradient.read_gradients_()
     if optimizer.device.type == "cuda":
         # As tensors, so that a step that is recorded now reads the numbers of the step that replays it.
-        numbers = optimizer._numbers
+        numbers = optimizer._scalars
         numbers.set(optimizer.param_groups, clip, decay)
         if (loss := pending.mean_loss()) is not None:
             numbers.loss.copy_(loss)
@@ -43,7 +43,7 @@ def apply_step(optimizer: NoisyOptimizer, step: int) -> None:
 
 def _replay(optimizer: NoisyOptimizer, name: str, work: Callable[[], None]) -> None:
     """Do what reads no numbers but those that are tensors on the device, as a graph once it has settled."""
-    key = (optimizer._memory(), optimizer._numbers.key(optimizer.param_groups))
+    key = (optimizer._memory(), optimizer._scalars.key(optimizer.param_groups))
     optimizer._replays.run(name, key, work)
 
 
@@ -55,7 +55,7 @@ def _watch_and_measure(optimizer: NoisyOptimizer, step: int, decay: float | Tens
     mask = _watched(optimizer, None if optimizer.ranks.active else pending.loss)
     with optimizer.factors.unchanged_on_failure() if options.factors_due(step) else nullcontext():
         if pending.statistics:
-            tell_of_unseen(optimizer)
+            warn_uncalled_layers(optimizer)
             optimizer.factors.update(pending.statistics, pending.examples, decay, mask)
             pending.statistics = {}  # as large as the moving averages, and done with
         if options.factors_due(step):
@@ -98,12 +98,12 @@ def _watched(optimizer: NoisyOptimizer, loss: Tensor | None) -> Tensor | None:
     pending, gradient = optimizer._pending, optimizer._gradient.flat
     optimizer.factors.add_prior_gradient_(gradient, pending.mean_weights(), optimizer.priors.centre)
     found_inf = getattr(optimizer, "found_inf", None)
-    doubtful = {} if pending.sound else pending.statistics
+    doubtful = {} if pending.known_finite else pending.statistics
     return optimizer.guard.watch(gradient, loss, doubtful, pending.trails, found_inf)
 
 
 def _move_on_device(optimizer: NoisyOptimizer, mask: Tensor | None) -> None:
-    numbers = optimizer._numbers
+    numbers = optimizer._scalars
     _move(optimizer, numbers.groups, numbers.clip, mask)
 
 

@@ -12,12 +12,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from noisygrad.curvature.parallel import side_by_side
 from noisygrad.curvature.passes import MatrixPass, Pass
 from noisygrad.curvature.summaries import MomentSummary, SquareSummary
 from noisygrad.curvature.units import Unit
 from noisygrad.families import dense, diagonal, kronecker, packed, tridiagonal
-from noisygrad.families.base import Prior, Statistics, is_thin, joined, thin
+from noisygrad.families.base import Prior, Statistics, constant_rows, has_constant_rows, joined
+from noisygrad.kernels.threads import run_in_threads
 
 Family = Literal["diagonal", "kronecker", "tridiagonal", "full"]
 LARGE = 100_000
@@ -41,14 +41,14 @@ class Block:
         return sum(unit.size for unit in self.units)
 
     @cached_property
-    def grouped(self) -> int:
+    def num_groups(self) -> int:
         """How many independent sub-blocks (groups of a convolution) it consists of; 1 if it is one block."""
         return self.units[0].groups if self.family == "kronecker" else 1
 
     @property
     def batch(self) -> tuple[int, ...]:
         """Leading dimensions of its family's tensors: replicas, then groups."""
-        return self.units[0].replicas + ((self.grouped,) if self.grouped > 1 else ())
+        return self.units[0].replicas + ((self.num_groups,) if self.num_groups > 1 else ())
 
     def segment(self, flat: Tensor) -> Tensor:
         """Its part of a flat vector, a view `[*replicas, size]`."""
@@ -69,12 +69,12 @@ class Block:
 
     def batched(self, part: Tensor) -> Tensor:
         """`[*replicas, size]` in the order of the family as `[*batch, n]`."""
-        return part.unflatten(-1, (self.grouped, -1)) if self.grouped > 1 else part
+        return part.unflatten(-1, (self.num_groups, -1)) if self.num_groups > 1 else part
 
     def write_(self, flat: Tensor, values: Tensor) -> None:
         """The inverse of `vector`: put `[*batch, n]` into a flat vector."""
         part = self.segment(flat)
-        values = values.flatten(start_dim=-2) if self.grouped > 1 else values
+        values = values.flatten(start_dim=-2) if self.num_groups > 1 else values
         if self.family == "kronecker":
             self.units[0].write_matrix_(part, values)
         elif self.family == "tridiagonal":
@@ -93,7 +93,7 @@ class Block:
         return self._each(Unit.from_memory, part)
 
     def _each(self, move: Callable[[Unit, Tensor], Tensor], part: Tensor) -> Tensor:
-        if is_thin(part) or not any(unit.lies_apart for unit in self.units):
+        if has_constant_rows(part) or not any(unit.has_custom_layout for unit in self.units):
             return part
         segments = part.split([unit.size for unit in self.units], dim=-1)
         moved = [move(unit, segment) for unit, segment in zip(self.units, segments, strict=True)]
@@ -101,7 +101,7 @@ class Block:
 
     def total(self, values: Tensor) -> Tensor:
         """One number per replica from one per sub-block."""
-        return values.sum(dim=-1) if self.grouped > 1 else values
+        return values.sum(dim=-1) if self.num_groups > 1 else values
 
     def identity(self, dtype: torch.dtype, device: torch.device) -> Statistics:
         """The statistics at the start: F̄ = I."""
@@ -125,8 +125,8 @@ class Block:
         seen = [unit for unit in self.units if unit.name in passes]
         if self.family == "diagonal" and seen:
             of_cpu = next(iter(current.tensors().values())).device.type == "cpu"
-            works = [partial(passes[unit.name].lying_squares, unit) for unit in seen]
-            found = side_by_side(works, when=of_cpu and self.size >= LARGE)
+            works = [partial(passes[unit.name].layout_squares, unit) for unit in seen]
+            found = run_in_threads(works, when=of_cpu and self.size >= LARGE)
             sums = self._joined({unit.name: pieces for unit, pieces in zip(seen, found, strict=True)})
             return diagonal.Statistics(sums.div_(passes[seen[0].name].examples))
         if self.family == "full" and seen:
@@ -185,7 +185,7 @@ class Block:
         """A fresh prior from the precision 1/η of each parameter."""
         different = {precision_of(slot.parameter) for unit in self.units for slot in unit.slots}
         if self.family == "diagonal" and len(different) == 1:
-            return diagonal.Prior(thin(different.pop(), (*self.batch, self.size), dtype=dtype, device=device))
+            return diagonal.Prior(constant_rows(different.pop(), (*self.batch, self.size), dtype=dtype, device=device))
         if self.family in {"diagonal", "full"}:
             flat = torch.cat(
                 [

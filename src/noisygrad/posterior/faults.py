@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from noisygrad.families.factorisation import FactorisationError
+from noisygrad.kernels.factorisation import FactorisationError
 
 if TYPE_CHECKING:
     from noisygrad.posterior.blocks import Block
 
 
-def some_of(names: Sequence[str]) -> str:
+def format_names(names: Sequence[str]) -> str:
     """The names, or the first six and how many more there are."""
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
@@ -30,4 +30,4 @@ def naming_layers(block: Block) -> Iterator[None]:
             for unit, stop in zip(block.units, stops, strict=True)
             if not error.weights or any(stop - unit.size <= place < stop for place in error.weights)
         ]
-        raise FactorisationError(f"layer {some_of(names)}: {error}", error.condition, error.weights) from error
+        raise FactorisationError(f"layer {format_names(names)}: {error}", error.condition, error.weights) from error

@@ -15,7 +15,7 @@ from noisygrad.curvature.capture import unwrapped
 from noisygrad.families.base import DampingMode, Prior, TensorRecord
 from noisygrad.likelihoods import Likelihood, by_name
 from noisygrad.posterior.blocks import Block, Family
-from noisygrad.posterior.faults import some_of
+from noisygrad.posterior.faults import format_names
 from noisygrad.posterior.files import FORMAT
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
@@ -46,7 +46,7 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: Family | None 
     header, tensors = read_archive(path, "posterior", FORMAT)
     wrong = [name for name, kinds in HEADER.items() if not isinstance(header.get(name), kinds)]
     if wrong:
-        raise ValueError(f"{path} is damaged: its header lacks {some_of(wrong)}")
+        raise ValueError(f"{path} is damaged: its header lacks {format_names(wrong)}")
     if header["num_data"] < 1 or not 0 < header["kl_weight"] < math.inf or header["damping_mode"] not in MODES:
         raise ValueError(f"{path} is damaged: num_data, kl_weight or damping_mode in its header make no sense")
     if header["family"] not in FAMILIES:
@@ -78,7 +78,7 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: Family | None 
     dtype = tensors["mean"].dtype
     statistics, priors = {}, {}
     for block in structure.blocks:
-        statistics[block.name] = block.identity(dtype, first.device).whole()  # as they are saved
+        statistics[block.name] = block.identity(dtype, first.device).unpacked()  # as they are saved
         shapes = _shapes(statistics[block.name])
         found = _check(path, f"statistics/{block.name}/", tensors, shapes)
         statistics[block.name].copy_(type(statistics[block.name]).from_tensors(found, {}))

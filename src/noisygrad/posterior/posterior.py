@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
 from noisygrad.families.kl import kl_divergence, log_prob
-from noisygrad.families.rounding import full_precision
+from noisygrad.kernels.precision import full_precision
 from noisygrad.likelihoods import Likelihood
 from noisygrad.posterior.blocks import Block, Family
 from noisygrad.posterior.coverage import Coverage
@@ -163,8 +163,8 @@ class Posterior:
         for block, precision in self.noisy_blocks():
             where = block.vector(places)
             parts = matrix_of(block, precision)
-            for index in range(block.grouped):
-                part, at = (parts[..., index, :, :], where[index]) if block.grouped > 1 else (parts, where)
+            for index in range(block.num_groups):
+                part, at = (parts[..., index, :, :], where[index]) if block.num_groups > 1 else (parts, where)
                 dense[..., at.unsqueeze(-1), at] = part
         order = parameter_order(self.structure).to(flat.device)
         return dense[..., order, :][..., order]

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from noisygrad.families.base import Prior, thin
+from noisygrad.families.base import Prior, constant_rows
 from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.structure import Structure
 from noisygrad.posterior.weights import FlatWeights
@@ -39,7 +39,7 @@ class BlockPriors:
             mean.fill_centres_()
             centred = not bool(mean.flat.any())
             return cls(
-                thin(0.0, mean.flat.shape, dtype=dtype, device=device) if centred else mean.flat,
+                constant_rows(0.0, mean.flat.shape, dtype=dtype, device=device) if centred else mean.flat,
                 {
                     block.name: block.prior(lambda name: prior_precision(prior_variance, name), dtype, device)
                     for block in structure.blocks

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from noisygrad.curvature.layers import find_units
 from noisygrad.curvature.units import Slot, Unit
-from noisygrad.families.base import Statistics, is_thin
+from noisygrad.families.base import Statistics, has_constant_rows
 from noisygrad.posterior import parameters
 from noisygrad.posterior.blocks import Block, Family
 from noisygrad.posterior.coverage import Coverage, coverage_of
-from noisygrad.posterior.faults import some_of
+from noisygrad.posterior.faults import format_names
 from noisygrad.posterior.parameters import ParameterViews
 
 FAMILIES: tuple[Family, ...] = ("diagonal", "kronecker", "tridiagonal", "full")
@@ -73,7 +73,7 @@ class Structure:
         if first.device.type not in parameters.DEVICES or self.family == "full" or self.replicas:
             return self
         new = {unit.name: _as_it_lies(unit, self.parameters) for unit in self.units}
-        if not any(unit.lies_apart for unit in new.values()):
+        if not any(unit.has_custom_layout for unit in new.values()):
             return self
         return Structure(
             self.family,
@@ -94,7 +94,7 @@ class Structure:
         return self._each(Block.from_memory, flat)
 
     def _each(self, move: Callable[[Block, Tensor], Tensor], flat: Tensor) -> Tensor:
-        if is_thin(flat) or not any(unit.lies_apart for unit in self.units):
+        if has_constant_rows(flat) or not any(unit.has_custom_layout for unit in self.units):
             return flat
         return torch.cat([move(block, block.segment(flat)) for block in self.blocks], dim=-1)
 
@@ -120,8 +120,8 @@ class Structure:
         frozen = [name for name, parameter in self.parameters.items() if not parameter.requires_grad]
         if frozen:
             raise RuntimeError(
-                f"{some_of(frozen)}: frozen (requires_grad is False) after the optimiser was made, which trains all it "
-                "was made with. Make a new one, perhaps with prior=posterior.as_prior(), or unfreeze"
+                f"{format_names(frozen)}: frozen (requires_grad is False) after the optimiser was made, which trains "
+                "all it was made with. Make a new one, perhaps with prior=posterior.as_prior(), or unfreeze"
             )
 
     def coverage(self, statistics: Mapping[str, Statistics] | None = None) -> Coverage:
@@ -141,7 +141,7 @@ def build_structure(
     if not units:
         raise ValueError("the model has no trainable parameters")
     if empty := [name for name, p in model.named_parameters() if p.requires_grad and p.numel() == 0]:
-        raise ValueError(f"{some_of(empty)}: without elements there is nothing to train; freeze or remove them")
+        raise ValueError(f"{format_names(empty)}: without elements there is nothing to train; freeze or remove them")
     devices = {parameter.device for parameter in model.parameters() if parameter.requires_grad}
     if len(devices) > 1:
         raise ValueError(f"all trainable parameters must be on one device, found {sorted(map(str, devices))}")
@@ -179,8 +179,8 @@ def _as_it_lies(unit: Unit, own: Mapping[str, nn.Parameter]) -> Unit:
         dense = torch.empty_like(parameter, device=meta).stride() == strides
         usual = torch.empty(shape, device=meta).stride() == strides
         fits = len(shape) > 1 and shape[0] == unit.rows
-        lying = (shape, strides) if fits and dense and not usual else None
-        slots.append(dataclasses.replace(slot, lying=lying))
+        memory_layout = (shape, strides) if fits and dense and not usual else None
+        slots.append(dataclasses.replace(slot, memory_layout=memory_layout))
     return dataclasses.replace(unit, slots=tuple(slots))
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from noisygrad.distributed import of_every_process, processes
+from noisygrad.distributed import all_gather_object, processes
 from noisygrad.optim import NoisyOptimizer
 from noisygrad.posterior.inputs import Call, Inputs
 from noisygrad.training.batches import Data, LoaderBatches, TensorBatches
@@ -114,7 +114,7 @@ def train(
             history.append(record, {name: float(value) for name, value in (metrics or {}).items()})
             due = epoch % checkpoint_every == 0 or epoch == epochs
             if checkpoint is not None and due:  # the ranks of a run share one file
-                random = of_every_process(run.random())
+                random = all_gather_object(run.random())
                 if processes().rank == 0:
                     run.save(Path(checkpoint), history, random)
             report.finished(record)

@@ -1,0 +1,230 @@
+"""Square roots of damped matrices that either succeed or say why not; nothing here returns NaN.
+
+Every matrix is a Fisher factor plus damping, so a lower bound of its eigenvalues (the *floor*) is known. Rounding in
+float32 can push the computed spectrum below that bound, through duplicate or constant columns of the data; the bound is
+then what repairs it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from noisygrad.kernels.products import matmul
+
+_unchecked = False
+_WATCH = threading.local()
+"""`failures`, where a thread collects them."""
+
+SMALL_TRIANGLE = {"cpu": 128, "cuda": 1024}
+"""Up to this size a triangular matrix is inverted at once."""
+
+SMALL_TRIANGLES = 32
+"""The same for many matrices on a CPU, where they are solved one by one but multiplied together."""
+
+
+class FactorisationError(ArithmeticError):
+    """A matrix could not be factorised.
+
+    Attributes:
+        condition: its condition number; NaN where the matrix itself is not finite.
+        weights: places, in the block's vector of weights, of some that are at fault; empty where it may be any.
+    """
+
+    def __init__(self, message: str, condition: float = math.nan, weights: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.condition = condition
+        self.weights = weights
+
+
+def factorisation_error(size: int, condition: float, damping: float, weights: Sequence[int] = ()) -> FactorisationError:
+    """The error for a matrix (or diagonal) of this size, with what to do about it."""
+    cause = "has NaN or infinite entries" if math.isnan(condition) else "is not positive definite"
+    return FactorisationError(
+        f"A {size}×{size} precision factor {cause} (condition number {condition:.1e}, damping {damping:.1e}). "
+        "Raise the prior precision (a smaller prior_variance) or the damping, or look for NaN in the inputs.",
+        condition,
+        weights,
+    )
+
+
+def not_positive(diagonal: Tensor) -> list[int]:
+    """The places in `[..., n]` where an entry, of any of the matrices, is not finite or not above 0."""
+    bad: Tensor = ~((diagonal > 0) & torch.isfinite(diagonal)).reshape(-1, diagonal.shape[-1])
+    return [int(place) for place in bad.any(0).nonzero()]
+
+
+def capturing() -> bool:
+    """Whether nothing may be read on the host: inside `unchecked`, and while a CUDA graph is recorded."""
+    return _unchecked or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+@contextmanager
+def unchecked(when: bool = True) -> Iterator[None]:
+    """Nothing is checked or repaired inside: the caller looks for what is not finite, on the device."""
+    global _unchecked  # noqa: PLW0603
+    before, _unchecked = _unchecked, _unchecked or when
+    try:
+        yield
+    finally:
+        _unchecked = before
+
+
+@contextmanager
+def deferred() -> Iterator[list[Tensor]]:
+    """Roots inside are not repaired; what should have been looked at is collected, to be read all at once.
+
+    Each tensor is True where `inverse_root` would have had to repair a matrix or to raise.
+    """
+    found: list[Tensor] = []
+    before = getattr(_WATCH, "failures", None)
+    _WATCH.failures = found
+    try:
+        yield found
+    finally:
+        _WATCH.failures = before
+
+
+def condition_number(matrix: Tensor) -> Tensor:
+    """Largest over smallest absolute eigenvalue of symmetric `[..., d, d]` in float64; NaN where not finite."""
+    finite = torch.isfinite(matrix).all(-1).all(-1)
+    safe = torch.where(finite[..., None, None], matrix, 0.0).double()
+    sizes: Tensor = torch.linalg.eigvalsh(safe).abs()
+    ratio = sizes.amax(-1) / sizes.amin(-1)
+    # 0/0 is a zero matrix: as singular as can be.
+    return torch.where(finite, torch.nan_to_num(ratio, nan=math.inf, posinf=math.inf), math.nan)
+
+
+def rounding_floor(matrix: Tensor) -> Tensor:
+    """The size, `[...]`, below which eigenvalues of a PSD matrix stored in its dtype carry no information."""
+    return torch.finfo(matrix.dtype).eps * matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
+
+
+def inverse_root(matrix: Tensor, floor: Tensor | float) -> tuple[Tensor, Tensor]:
+    """A root of the inverse of a damped SPD matrix, by Cholesky.
+
+    Args:
+        matrix: `[..., d, d]`.
+        floor: a known lower bound of its eigenvalues, `[...]` or a number; 0 where none is known.
+
+    Returns:
+        `(root, logdet)` with root rootᵀ = matrix⁻¹, `[..., d, d]`, and log |matrix|, `[...]`.
+
+    Raises:
+        FactorisationError: entries are not finite, or the matrix is singular and no floor repairs it. Where nothing
+            may be checked (`capturing`) the caller has to mask what is not finite.
+    """
+    if matrix.shape[-1] == 1 and capturing():
+        return matrix.rsqrt(), matrix.log().flatten(-2).squeeze(-1)
+    cholesky: Tensor
+    info: Tensor
+    cholesky, info = torch.linalg.cholesky_ex(matrix)
+    root = lower_inverse(cholesky).mT
+    pivots = cholesky.diagonal(dim1=-2, dim2=-1)
+    logdet = 2.0 * pivots.log().sum(-1)
+    if capturing():
+        return root, logdet
+    bound = torch.as_tensor(floor, dtype=matrix.dtype, device=matrix.device).expand(info.shape)
+    # A squared pivot is a Schur complement, never below the smallest eigenvalue: one that is, is rounding, even where
+    # Cholesky did not notice.
+    failed = (info != 0) | (pivots.square() < 0.5 * bound[..., None]).any(-1)
+    failed |= ~(root.sum((-2, -1)) + logdet).isfinite()
+    failures: list[Tensor] | None = getattr(_WATCH, "failures", None)
+    if failures is not None:
+        failures.append(failed.any())
+    elif bool(failed.any()):
+        # Only what failed is redone, so that one replica's trouble does not change another's digits.
+        root, logdet = root.contiguous(), logdet.clone()
+        root[failed], logdet[failed] = _floored_inverse_root(matrix[failed], bound[failed])
+    return root, logdet
+
+
+def lower_inverse(lower: Tensor) -> Tensor:
+    """L⁻¹ of lower triangular matrices `[..., d, d]`, by halves: [A 0; C B]⁻¹ = [A⁻¹ 0; −B⁻¹ C A⁻¹ B⁻¹].
+
+    Nearly all the work is then products of matrices without known zeros: a third of what solving for the identity is.
+    """
+    many = not lower.is_cuda and lower.dim() > 2 and lower.shape[:-2].numel() > 4
+    small = SMALL_TRIANGLES if many else SMALL_TRIANGLE.get(lower.device.type, 64)
+    if lower.shape[-1] <= small:
+        return _solved_for_identity(lower)
+    inverse = torch.zeros_like(lower)
+    _invert(lower, inverse, small)
+    return inverse
+
+
+def _invert(lower: Tensor, inverse: Tensor, small: int) -> None:
+    """Write the inverse where there are zeros."""
+    size = lower.shape[-1]
+    if size <= small:
+        inverse.copy_(_solved_for_identity(lower))
+        return
+    before, after = slice(size // 2), slice(size // 2, size)
+    _invert(lower[..., before, before], inverse[..., before, before], small)
+    _invert(lower[..., after, after], inverse[..., after, after], small)
+    coupling = matmul(lower[..., after, before], inverse[..., before, before])
+    inverse[..., after, before] = matmul(inverse[..., after, after], coupling).neg_()
+
+
+def _solved_for_identity(lower: Tensor) -> Tensor:
+    eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    solved: Tensor = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
+    return solved
+
+
+def _floored_inverse_root(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    """`inverse_root` of `[k, d, d]` by `eigh` in float64, no eigenvalue being taken below its floor."""
+    size = matrix.shape[-1]
+    smallest_floor = float(floor.min())
+    if not bool(torch.isfinite(matrix).all()):
+        raise factorisation_error(size, math.nan, smallest_floor)
+    eigenvalues, vectors = _eigh(matrix.double())
+    rounding = torch.finfo(torch.float64).eps * size * eigenvalues.abs().amax(-1)
+    if bool(((floor <= 0) & (eigenvalues[..., 0] <= rounding)).any()):
+        raise factorisation_error(size, float(condition_number(matrix).max()), smallest_floor)
+    warnings.warn(
+        f"A {size}×{size} precision factor is not positive definite in {matrix.dtype}; it was factorised in float64 "
+        f"with no eigenvalue below its damping, {smallest_floor:.0e}. More damping would be safer.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    eigenvalues = torch.maximum(eigenvalues, floor.double()[..., None])
+    # Triangular like the other, and the same whichever eigenvectors were found: λ^½ Vᵀ = Q R makes the matrix RᵀR.
+    upper: Tensor = torch.linalg.qr(eigenvalues.sqrt()[..., :, None] * vectors.mT, mode="r").R
+    upper = upper * upper.diagonal(dim1=-2, dim2=-1).sign()[..., :, None]
+    eye = torch.eye(size, dtype=upper.dtype, device=upper.device).expand_as(upper)
+    root: Tensor = torch.linalg.solve_triangular(upper, eye, upper=True)
+    return root.to(matrix.dtype), eigenvalues.log().sum(-1).to(matrix.dtype)
+
+
+def symmetric_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues `[..., d]`, none below 0, and eigenvectors `[..., d, d]` of a PSD matrix.
+
+    Raises:
+        FactorisationError: entries are not finite, or `eigh` does not converge even in float64.
+    """
+    try:
+        eigenvalues, vectors = _eigh(matrix)
+        failed = not bool(torch.isfinite(eigenvalues).all() & torch.isfinite(vectors).all())
+    except FactorisationError:
+        failed = True
+    if failed:
+        if not bool(torch.isfinite(matrix).all()):
+            raise factorisation_error(matrix.shape[-1], math.nan, 0.0)
+        eigenvalues, vectors = (part.to(matrix.dtype) for part in _eigh(matrix.double()))
+    return eigenvalues.clamp(min=0.0), vectors
+
+
+def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    # torch.linalg.LinAlgError is a RuntimeError; cuSOLVER's failures come as the latter.
+    try:
+        eigenvalues, vectors = torch.linalg.eigh(matrix)
+    except RuntimeError as error:
+        raise factorisation_error(matrix.shape[-1], math.nan, 0.0) from error
+    return eigenvalues, vectors

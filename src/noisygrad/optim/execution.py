@@ -1,0 +1,127 @@
+"""GraphCache: on a GPU, many small kernels become one launch of a CUDA graph.
+
+Only work on tensors that stay where they are can be replayed. The optimiser replays its own arithmetic so, the draw of
+the weights and the move of the mean, without touching the user's model (`GraphCache`); a whole step is
+`noisygrad.optim.CapturedStep`. Inside a capture of somebody else's, and on a CPU, everything runs as it is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import torch
+
+from noisygrad.kernels.factorisation import capturing
+
+WARM_UPS = 3
+
+Work = Callable[[], object]
+Pool = Any  # torch has no public name for it
+
+
+_SIDES = threading.local()
+
+
+def _side(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all warm-ups of a thread on a GPU: cuBLAS keeps 32 MB for each stream that a thread has used."""
+    kept: dict[int, torch.cuda.Stream] = _SIDES.__dict__.setdefault("kept", {})
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index not in kept:
+        kept[index] = torch.cuda.Stream(index)
+    return kept[index]
+
+
+class Replay:
+    """A piece of work that is recorded once it has run a few times, and replayed from then on.
+
+    Args:
+        work: What to do: a function of tensors that stay where they are.
+        device: The GPU that they are on.
+        generators: What it draws from, so that every replay has new numbers.
+        pool: Finds the memory of another graph that it may use, as the two never hold something for each other.
+        differentiates: Whether it calls autograd.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        device: torch.device,
+        generators: Iterable[torch.Generator] = (),
+        pool: Callable[[], Pool | None] = lambda: None,
+        *,
+        differentiates: bool = True,
+    ) -> None:
+        self._work = work
+        self._device = device
+        self._generators = tuple(generators)
+        self._pool = pool
+        self._differentiates = differentiates
+        self._runs = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        """Do the work once."""
+        if self._graph is None:
+            # Streams and recordings are those of the current GPU, which need not be the one that the tensors are on.
+            with torch.cuda.device(self._device):
+                if self._runs < WARM_UPS:
+                    self._runs += 1
+                    self._warm_up()
+                    return
+                self._graph = self._recorded()
+        self._graph.replay()  # which knows its GPU
+
+    @property
+    def pool(self) -> Pool | None:
+        """Its memory, for others to share, once it is recorded."""
+        return None if self._graph is None else self._graph.pool()
+
+    def _warm_up(self) -> None:
+        if not self._differentiates:
+            self._work()
+            return
+        # Beside the usual stream, as torch asks: what autograd keeps for a leaf remembers where it was made.
+        side, usual = _side(self._device), torch.cuda.current_stream()
+        side.wait_stream(usual)
+        with torch.cuda.stream(side):
+            self._work()
+        usual.wait_stream(side)
+
+    def _recorded(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        for generator in self._generators:
+            graph.register_generator_state(generator)
+        # Other threads may be training on the same GPU.
+        with torch.cuda.graph(graph, pool=self._pool(), capture_error_mode="thread_local"):
+            self._work()
+        return graph
+
+
+class GraphCache:
+    """Runs pieces of work by name, as CUDA graphs once they have settled; see `Replay`."""
+
+    def __init__(
+        self, device: torch.device, generators: Iterable[torch.Generator] = (), *, differentiates: bool = True
+    ) -> None:
+        self._device = device
+        self._generators = tuple(generators)
+        self._differentiates = differentiates
+        self._entries: dict[str, tuple[Hashable, Replay]] = {}
+
+    def run(self, name: str, key: Hashable, work: Work) -> None:
+        """Do `work`, whose tensors and numbers must be the same whenever `key` is equal."""
+        if self._device.type != "cuda" or capturing():
+            work()
+            return
+        known = self._entries.get(name)
+        if known is None or known[0] != key:
+            replay = Replay(work, self._device, self._generators, self._pool, differentiates=self._differentiates)
+            known = self._entries[name] = (key, replay)
+        known[1]()
+        torch.clear_autocast_cache()  # a replay may have changed weights that a region of autocast has copies of
+
+    def _pool(self) -> Pool | None:
+        """The memory of any that is recorded: all of them may use it, one after the other."""
+        return next((pool for _, replay in self._entries.values() if (pool := replay.pool) is not None), None)

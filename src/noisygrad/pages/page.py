@@ -1,0 +1,125 @@
+"""One HTML page that stands alone: everything it shows is inside it.
+
+Page("Title").section("Data").text("...").table(table).figure(figure, caption="...", alt="...").write("page.html")
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from string import Template
+from typing import Protocol, Self
+
+from matplotlib.figure import Figure
+
+from noisygrad.archive import write_atomically
+from noisygrad.pages.images import picture
+from noisygrad.pages.stylesheet import CSS
+
+_DOCUMENT = Template("""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="generator" content="noisygrad">
+<title>$title</title>
+<style>$css</style>
+</head>
+<body>
+<main>
+<header>
+<h1>$title</h1>
+$lead</header>
+$sections$footer</main>
+</body>
+</html>
+""")
+
+
+class Drawn(Protocol):
+    """What can write itself as HTML, with all its text escaped."""
+
+    def html(self) -> str:
+        """The element."""
+
+
+class Page:
+    """A page under construction; every method adds at the end and returns the page.
+
+    All text is escaped: nothing that is given is read as HTML.
+
+    Args:
+        title: The heading, and the name of the window.
+        lead: A sentence or two under the heading.
+        footer: A last line.
+    """
+
+    def __init__(self, title: str, *, lead: str = "", footer: str = "") -> None:
+        self.title, self.lead, self.footer = title, lead, footer
+        self._sections: list[list[str]] = []
+
+    def section(self, heading: str) -> Self:
+        """Start a section; what follows goes into it."""
+        self._sections.append([f"<h2>{html.escape(heading)}</h2>"])
+        return self
+
+    def text(self, *paragraphs: str) -> Self:
+        """Add paragraphs."""
+        return self._add(*(f"<p>{html.escape(paragraph)}</p>" for paragraph in paragraphs))
+
+    def table(self, table: Drawn) -> Self:
+        """Add a table of results."""
+        return self._add(table.html())
+
+    def items(self, items: Iterable[str]) -> Self:
+        """Add a list of sentences."""
+        lines = "\n".join(f"<li>{html.escape(item)}</li>" for item in items)
+        return self._add(f"<ul>\n{lines}\n</ul>")
+
+    def tiles(self, tiles: Mapping[str, str]) -> Self:
+        """Add the few numbers that matter most: each large, with what it counts below it."""
+        boxes = "\n".join(
+            f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>" for name, value in tiles.items()
+        )
+        return self._add(f'<dl class="tiles">\n{boxes}\n</dl>')
+
+    def figure(self, figure: Figure, *, caption: str, alt: str) -> Self:
+        """Add a figure; `alt` says in words what it shows."""
+        return self._add(
+            f'<figure>\n<div class="scroll" tabindex="0">{picture(figure, alt)}</div>\n'
+            f"<figcaption>{html.escape(caption)}</figcaption>\n</figure>"
+        )
+
+    def pairs(self, pairs: Mapping[str, object], *, caption: str, folded: bool = False) -> Self:
+        """Add a list of names and values, such as settings or versions; a folded one opens at a click."""
+        rows = "\n".join(
+            f'<tr><th scope="row">{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>'
+            for name, value in pairs.items()
+        )
+        body = f"<tbody>\n{rows}\n</tbody>"
+        if folded:
+            summary = f"<summary>{html.escape(caption)}</summary>"
+            return self._add(f'<details>\n{summary}\n<table class="pairs">\n{body}\n</table>\n</details>')
+        return self._add(f'<table class="pairs">\n<caption>{html.escape(caption)}</caption>\n{body}\n</table>')
+
+    def html(self) -> str:
+        """The whole page."""
+        return _DOCUMENT.substitute(
+            title=html.escape(self.title),
+            css=CSS,
+            lead=f'<p class="lead">{html.escape(self.lead)}</p>\n' if self.lead else "",
+            sections="".join(f"<section>\n{chr(10).join(parts)}\n</section>\n" for parts in self._sections),
+            footer=f"<footer>{html.escape(self.footer)}</footer>\n" if self.footer else "",
+        )
+
+    def write(self, path: str | Path) -> Path:
+        """Write atomically: whoever looks sees the old file or the whole new one, also after an interruption."""
+        write_atomically(path, self.html().encode())
+        return Path(path)
+
+    def _add(self, *parts: str) -> Self:
+        if not self._sections:
+            raise ValueError("the page has no section yet: call section(heading) first")
+        self._sections[-1] += parts
+        return self

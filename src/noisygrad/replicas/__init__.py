@@ -1,0 +1,1 @@
+"""Many perceptrons at once, trained by the same algorithm as the optimisers."""

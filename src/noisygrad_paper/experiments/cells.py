@@ -1,0 +1,369 @@
+"""Results that survive: one JSON line per finished cell, in `<folder>/<experiment>.jsonl`.
+
+A cell is one data set, one method and one replicate (a split or a seed). Lines are only ever added, under a lock of the
+file, several at once in a single write. A run that is killed loses the cells it was computing and, at worst, the end of
+the last line; processes that share a folder cannot spoil each other's lines.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+import os
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Self, TypeAlias
+
+from noisygrad.versions import versions
+from noisygrad_paper.experiments.locked_files import BINARY, locked, write_all
+
+Key: TypeAlias = tuple[str, str, int]
+"""What a cell is known by within its experiment: data, method, replicate."""
+Metric: TypeAlias = float | list[float]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+
+
+class ResultsError(ValueError):
+    """A results file that cannot be read; the message says where, and what to do."""
+
+
+class ConfigurationError(ValueError):
+    """A results file made by another configuration; the message shows the difference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One finished cell. Raises ValueError when made with values that cannot be stored.
+
+    A figure that is not finite is refused: it would spoil every mean it enters. A cell that could not be computed has
+    an `error` instead of figures. `config` and `metrics` are kept as JSON gives them back, tuples as lists.
+    """
+
+    experiment: str
+    data: str
+    method: str
+    replicate: int
+    config: dict[str, Any]
+    metrics: dict[str, Metric]
+    seconds: float
+    device: str
+    versions: dict[str, str] = field(default_factory=versions)
+    error: str | None = None
+    """Why there are no figures; None for a cell that has them."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "replicate", _replicate(self.replicate, self.label))
+        object.__setattr__(self, "config", _plain_config(self.config, self.label))
+        object.__setattr__(self, "metrics", _plain_metrics(self.metrics, self.label))
+        object.__setattr__(self, "seconds", _plain_number(self.seconds, f"{self.label}: seconds"))
+        for name, value in {"seconds": self.seconds, **self.metrics}.items():
+            if not _is_finite(value):
+                raise ValueError(f"{self.label}: {name} must be finite; got {value}. Store a failed cell with an error")
+        if bool(self.metrics) != (self.error is None) or self.error == "":
+            raise ValueError(f"{self.label}: a cell has metrics or an error; got {self.metrics} and {self.error!r}")
+
+    @property
+    def key(self) -> Key:
+        """What the cell is known by within its experiment."""
+        return self.data, self.method, self.replicate
+
+    @property
+    def label(self) -> str:
+        """The cell in words, for messages."""
+        return f"{self.data} {self.method} replicate {self.replicate}"
+
+    def to_line(self) -> str:
+        """The cell as one line of JSON, without a line end."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        return json.dumps(given, allow_nan=False, ensure_ascii=False)
+
+    @classmethod
+    def from_line(cls, line: str) -> Self:
+        """The cell that `to_line` wrote; raises ValueError for anything else."""
+        values = json.loads(line)
+        names = {each.name for each in fields(cls)}
+        if not isinstance(values, dict):
+            raise ValueError(f"a cell is a JSON object; got {line[:60]!r}")
+        absent, unknown = names - {"error"} - values.keys(), values.keys() - names
+        if absent or unknown:
+            raise ValueError(f"a cell lacks {sorted(absent)} and has unknown {sorted(unknown)}")
+        for name in ("config", "metrics", "versions"):
+            if not isinstance(values[name], dict):
+                raise ValueError(f"{name} of a cell must be a JSON object; got {values[name]!r}")
+        return cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Cells that are computed together, such as the splits of a data set trained as replicas."""
+
+    data: str
+    method: str
+    replicates: tuple[int, ...]
+    config: dict[str, Any]
+    cost: float = 1.0
+    """Expected cost of one replicate beside those of other jobs; only the time left is estimated from it."""
+
+    def __post_init__(self) -> None:
+        numbered = tuple(_replicate(replicate, self.name) for replicate in self.replicates)
+        if not numbered or len(set(numbered)) < len(numbered):
+            raise ValueError(f"{self.name}: replicates must be one or more different numbers; got {self.replicates}")
+        if not 0 < self.cost < math.inf:
+            raise ValueError(f"{self.name}: cost must be positive and finite; got {self.cost}")
+        object.__setattr__(self, "replicates", numbered)
+        object.__setattr__(self, "config", _plain_config(self.config, self.name))
+
+    @property
+    def name(self) -> str:
+        """Data and method."""
+        return f"{self.data} {self.method}"
+
+    def cell(
+        self,
+        experiment: str,
+        replicate: int,
+        metrics: Mapping[str, Any],
+        *,
+        seconds: float,
+        device: str,
+        error: str | None = None,
+    ) -> Cell:
+        """The finished cell of one replicate; a failed one where there is an error or a figure is not finite."""
+        found = _plain_metrics(metrics, f"{self.name} replicate {replicate}")
+        bad = [name for name, value in found.items() if not _is_finite(value)]
+        if bad and error is None:
+            error = "not finite: " + ", ".join(f"{name} = {found[name]}" for name in bad)
+        return Cell(
+            experiment=experiment,
+            data=self.data,
+            method=self.method,
+            replicate=replicate,
+            config=self.config,
+            metrics=found if error is None else {},
+            seconds=seconds,
+            device=device,
+            error=error,
+        )
+
+
+class Results:
+    """The stored cells of one experiment.
+
+    Args:
+        folder: Made when the first cell is stored.
+        experiment: Name of the experiment, and of its file without the ending.
+    """
+
+    def __init__(self, folder: str | Path, experiment: str) -> None:
+        if not _NAME.fullmatch(experiment):
+            raise ValueError(f"an experiment's name has letters, digits, - and _; got {experiment!r}")
+        self.experiment = experiment
+        self.path = Path(folder) / f"{experiment}.jsonl"
+        self._parsed: dict[bytes, Cell] = {}
+
+    def load(self) -> list[Cell]:
+        """The stored cells, one for each key; [] where there is no file.
+
+        A failed cell is left out when the same cell was computed later. A last line that is cut off is left out with a
+        warning. Raises ResultsError for any other line that is not a cell.
+        """
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | BINARY)
+        except FileNotFoundError:
+            return []
+        with locked(descriptor, self.path, "shared"):
+            stored = self._read(descriptor)
+        if stored.rest and not stored.whole:
+            _warn(f"the last line of {self.path} is cut off and left out; its cell counts as missing")
+        return list(stored.cells.values())
+
+    def append(self, cells: Iterable[Cell]) -> list[Cell]:
+        """Store cells in one write, safe on the disk on return; gives back those that were new.
+
+        A cell that is there already is dropped: the first wins, but a computed cell replaces a failed one. A last line
+        that is cut off is moved to `<file>.broken` with a warning.
+
+        Raises ConfigurationError, and stores nothing, if stored cells of the same data and method have another
+        configuration; ResultsError if the file cannot be read; OSError if it cannot be written.
+        """
+        cells = list(cells)
+        for cell in cells:
+            if cell.experiment != self.experiment:
+                raise ValueError(f"{cell.label} is of experiment {cell.experiment!r}, the file of {self.experiment!r}")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | BINARY, 0o666)
+        with locked(descriptor, self.path, "exclusive"):
+            stored = self._read(descriptor)
+            fresh: list[Cell] = []
+            for cell in cells:
+                self._same_config(stored.cells.values(), cell.data, cell.method, cell.config)
+                if stored.add(cell):
+                    fresh.append(cell)
+            lost = b"" if stored.whole else stored.rest
+            if lost:
+                self._cut_off(descriptor, lost, stored.end)
+            # A line that lacks only its line end: an editor's work, or a write that stopped one byte early.
+            start = "\n" if stored.whole else ""
+            write_all(descriptor, (start + "".join(f"{cell.to_line()}\n" for cell in fresh)).encode(), self.path)
+        if lost:
+            _warn(
+                f"the last line of {self.path} was cut off; its {len(lost)} bytes are now in {self.path.name}.broken, "
+                f"and its cell counts as missing: {lost[:60]!r}"
+            )
+        return fresh
+
+    def missing(self, plan: Iterable[Job]) -> list[Job]:
+        """The jobs of a plan with only the replicates that are not stored; failed cells count as not stored.
+
+        Raises ConfigurationError as `check` does: a cell of another configuration is neither there nor missing.
+        """
+        cells = self.load()
+        done = {cell.key for cell in cells if cell.error is None}
+        left = []
+        for job in plan:
+            self._same_config(cells, job.data, job.method, job.config)
+            replicates = tuple(number for number in job.replicates if (job.data, job.method, number) not in done)
+            if replicates:
+                left.append(replace(job, replicates=replicates))
+        return left
+
+    def check(self, data: str, method: str, config: Mapping[str, Any]) -> None:
+        """Raise ConfigurationError if stored cells of this data and method were made by another configuration."""
+        self._same_config(self.load(), data, method, _plain_config(config, f"{data} {method}"))
+
+    def _same_config(self, cells: Iterable[Cell], data: str, method: str, config: dict[str, Any]) -> None:
+        for cell in cells:
+            # A failed cell has no figures that could be mixed with others, so it binds nobody.
+            if (cell.data, cell.method) == (data, method) and cell.error is None and cell.config != config:
+                raise ConfigurationError(
+                    f"{self.path} has cells of {data} {method} made by another configuration:\n"
+                    f"{_difference(cell.config, config)}\n"
+                    "Choose another folder with --results, go back to the stored configuration, or delete the file."
+                )
+
+    def _read(self, descriptor: int) -> _Stored:
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        with os.fdopen(os.dup(descriptor), "rb") as file:
+            *lines, rest = file.read().split(b"\n")
+        stored = _Stored(rest=rest, end=sum(len(line) + 1 for line in lines))
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    stored.add(self._parse(line))
+                except ValueError as reason:
+                    raise ResultsError(
+                        f"line {number} of {self.path} is not a cell ({reason}): {line[:60]!r}\n"
+                        "Mend or delete the line; the same command computes a deleted cell again."
+                    ) from reason
+        if rest:
+            with suppress(ValueError):
+                stored.add(self._parse(rest))
+                stored.whole = True
+        return stored
+
+    def _parse(self, line: bytes) -> Cell:
+        # Every append reads the file again; what was parsed before is only looked up.
+        cell = self._parsed.get(line) or Cell.from_line(line.decode())
+        if cell.experiment != self.experiment:
+            raise ValueError(f"it is of the experiment {cell.experiment!r}")
+        return self._parsed.setdefault(line, cell)
+
+    def _cut_off(self, descriptor: int, rest: bytes, end: int) -> None:
+        # Saved before it is cut: a run killed in between leaves it twice, never nowhere.
+        with self.path.with_name(f"{self.path.name}.broken").open("ab") as file:
+            file.write(rest + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.ftruncate(descriptor, end)
+
+
+@dataclass(kw_only=True)
+class _Stored:
+    """What a file holds."""
+
+    end: int
+    """Bytes up to and with the last line end."""
+    rest: bytes
+    """What follows it: nothing, unless a write was cut short."""
+    whole: bool = False
+    """Whether the rest is a whole cell."""
+    cells: dict[Key, Cell] = field(default_factory=dict)
+
+    def add(self, cell: Cell) -> bool:
+        """Whether the cell is news: the first of its key, or a better or another word after a failure."""
+        known = self.cells.get(cell.key)
+        if known is not None and (known.error is None or (known.error, known.config) == (cell.error, cell.config)):
+            return False
+        self.cells[cell.key] = cell
+        return True
+
+
+def _replicate(value: Any, label: str) -> int:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{label}: a replicate is a whole number from 0; got {value!r}")
+    return int(value)
+
+
+def _plain_config(config: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """A configuration as JSON gives it back, so that a stored one can be compared with a new one."""
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(dict(config), allow_nan=False))
+    except (TypeError, ValueError) as reason:
+        raise ValueError(
+            f"{label}: config must be numbers, text, true, false, null, lists and dictionaries, all finite; "
+            f"write anything else as text ({reason}): {config}"
+        ) from reason
+    return plain
+
+
+def _plain_metrics(metrics: Mapping[str, Any], label: str) -> dict[str, Metric]:
+    return {name: _plain_metric(value, f"{label}: the metric {name!r}") for name, value in metrics.items()}
+
+
+def _plain_metric(value: Any, label: str) -> Metric:
+    """A number, or a list of them, as plain Python numbers; whole ones stay whole."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain_number(each, label) for each in value]
+    return _plain_number(value, label)
+
+
+def _plain_number(value: Any, label: str) -> float:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise ValueError(f"{label} must be a number or a list of numbers; got {value!r}, a {type(value).__name__}")
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def _is_finite(value: Metric) -> bool:
+    return all(map(math.isfinite, value if isinstance(value, list) else [value]))
+
+
+def _difference(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """One line for every setting that differs."""
+    theirs, ours = dict(_flat(stored)), dict(_flat(given))
+    return "\n".join(
+        f"  {name}: stored {_shown(theirs, name)}, now {_shown(ours, name)}"
+        for name in sorted(theirs.keys() | ours.keys())
+        if _shown(theirs, name) != _shown(ours, name)
+    )
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _shown(settings: Mapping[str, Any], name: str) -> str:
+    return json.dumps(settings[name]) if name in settings else "not set"
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, UserWarning, stacklevel=3)

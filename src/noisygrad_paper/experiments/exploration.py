@@ -1,0 +1,312 @@
+"""Figure 3 of the paper: TRPO on sparse tasks, alone and with a bonus.
+
+A job is a task, a condition and up to ten seeds, whose agents learn side by side: their models of the dynamics are
+replicas of one batched network. Each agent has random numbers of its own, so that a seed begins alike under every
+condition and whatever other seeds it runs with; after that, rounding alone tells a seed that ran alone from one that
+did not. Needs the extra rl.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from stable_baselines3.common.callbacks import BaseCallback
+
+from noisygrad.exploration import (
+    MODELS,
+    TASKS,
+    Bonus,
+    Dynamics,
+    DynamicsSettings,
+    GainBonus,
+    IntrinsicReward,
+    NoBonus,
+    ReplayPool,
+    SquaredNorm,
+    Transitions,
+    paper_trpo,
+)
+from noisygrad.replicas.noisy import NoisySettings
+from noisygrad.training.threads import one_thread
+from noisygrad.versions import device_name
+from noisygrad_paper.baselines.bbb import BBBSettings
+from noisygrad_paper.experiments.cells import Cell, Job
+from noisygrad_paper.experiments.changes import check_changes, named_after
+from noisygrad_paper.experiments.exploration_conditions import (
+    ALONE,
+    BLOCKWISE,
+    EXPERIMENT,
+    ITERATIONS,
+    METHODS,
+    MORE_METHODS,
+    NORM,
+    PARTS,
+    TUNING,
+    usual_seeds,
+)
+
+_TOGETHER = 10
+"""Seeds in a job: what is lost, at most, when a run is stopped."""
+_BATCH = 5000
+_FIRST_SEED = 100
+"""Those before were used to choose the settings of the models."""
+# Seconds of an iteration, for the estimate of the time left.
+_COST = {ALONE: 0.25, NORM: 0.26}
+_MODEL_COST = 0.45
+
+Config = dict[str, Any]
+Report = Callable[[float, str], None]
+
+
+def plan(
+    tasks: Sequence[str],
+    methods: Sequence[str],
+    *,
+    seeds: int | None = None,
+    iterations: int | None = None,
+    seed: int = 0,
+    tuning: bool = False,
+    changes: Config | None = None,
+) -> list[Job]:
+    """The jobs of a run, the cheap ones first.
+
+    Args:
+        tasks: Names of tasks.
+        methods: Names of conditions.
+        seeds: How many; by default 10, and more of those that are compared.
+        iterations: Of TRPO, instead of each task's own number.
+        seed: The first one.
+        tuning: With seeds that the figure does not use.
+        changes: Other settings of the models, by name; the jobs are named after them. For tuning alone.
+
+    Raises:
+        ValueError: A name is unknown, a number is not positive, or there are changes without tuning.
+    """
+    if tuning and (seeds or 0) > _FIRST_SEED:
+        raise ValueError(f"tuning has {_FIRST_SEED} seeds, since the figure has the next ones; got {seeds}")
+    if changes and not tuning:
+        raise ValueError("settings are chosen on seeds that the figure does not use: ask for tuning")
+    for name, value in (("seeds", seeds), ("iterations", iterations)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}")
+    jobs = []
+    for task in tasks:
+        if task not in ITERATIONS:
+            raise ValueError(f"there is no task {task!r}; there are {', '.join(ITERATIONS)}")
+        for method in methods:
+            config = _config(method, changes or {})
+            config |= {"iterations": iterations or ITERATIONS[task], "batch": _BATCH, "seed": seed}
+            config |= {"tuning": True} if tuning else {}
+            count = seeds or usual_seeds(task, method)
+            cost = config["iterations"] * _COST.get(method, _MODEL_COST)
+            name = named_after(method, changes or {})
+            jobs += [
+                Job(data=task, method=name, replicates=tuple(group), config=config, cost=cost)
+                for group in _groups(range(count))
+            ]
+    return sorted(jobs, key=lambda job: job.cost)
+
+
+def _groups(numbers: range) -> Iterator[range]:
+    for start in range(0, len(numbers), _TOGETHER):
+        yield numbers[start : start + _TOGETHER]
+
+
+def _config(method: str, changes: Config | None = None) -> Config:
+    """The settings of a condition: `{}` for TRPO alone; `changes` may name those of the bonus, the model or its fit."""
+    if method not in (*METHODS, *MORE_METHODS):
+        raise ValueError(f"there is no condition {method!r}; there are {', '.join((*METHODS, *MORE_METHODS))}")
+    config: Config = {}
+    if method != ALONE:
+        config |= {"weight": 1e-4, "window": 10, "capacity": 100_000, "minimum": 500}
+    if method not in (ALONE, NORM):
+        covariance = "blockwise" if method.endswith(BLOCKWISE) else "exact"
+        model = asdict(MODELS[method.removeprefix("TRPO+").removesuffix(BLOCKWISE)])
+        config |= {"model": model, "samples": 10, "covariance": covariance}
+    groups = [config, *([config["model"], config["model"]["fit"]] if "model" in config else [])]
+    # Where two have a setting of one name, the outer one is meant.
+    places = {name: group for group in reversed(groups) for name in group if not isinstance(group[name], dict)}
+    check_changes(method, {name: group[name] for name, group in places.items()}, changes or {})
+    for name, value in (changes or {}).items():
+        places[name][name] = value
+    if config.get("samples", 1) < 1 or config.get("covariance") not in (None, "exact", "blockwise"):
+        raise ValueError(
+            "samples must be at least 1 and covariance exact or blockwise; "
+            f"got {config['samples']!r} and {config['covariance']!r}"
+        )
+    return config
+
+
+def _settings(model: Config) -> DynamicsSettings:
+    """Back from a configuration."""
+    fit = NoisySettings if "family" in model["fit"] else BBBSettings
+    return DynamicsSettings(**{**model, "fit": fit(**model["fit"]), "hidden": tuple(model["hidden"])})
+
+
+def run_job(job: Job, report: Report) -> list[Cell]:
+    """All seeds of a job, side by side."""
+    start = time.perf_counter()
+    iterations = job.config["iterations"]
+    with one_thread():
+        group = _Group(job)
+        for number in range(iterations):
+            group.iterate()
+            report((number + 1) / iterations, f"iteration {number + 1} of {iterations}")
+    seconds = (time.perf_counter() - start) / len(job.replicates)
+    return [
+        job.cell(_experiment(job), agent.replicate, agent.metrics(), seconds=seconds, device=device_name("cpu"))
+        for agent in group.agents
+    ]
+
+
+def _experiment(job: Job) -> str:
+    return TUNING if "tuning" in job.config else EXPERIMENT
+
+
+class _Group:
+    """The agents of a job, and their models, which learn together."""
+
+    def __init__(self, job: Job) -> None:
+        self.dynamics: Dynamics | None = None
+        first = 1000 * job.config["seed"] + (0 if "tuning" in job.config else _FIRST_SEED)
+        seeds = [first + replicate for replicate in job.replicates]
+        if "model" in job.config:
+            observations = len(TASKS[job.data].largest_observation)
+            self.dynamics = Dynamics(observations, 1, _settings(job.config["model"]), seeds)
+        self.pools: list[ReplayPool] = []
+        self.agents = [
+            _Agent(job, replicate, seed, self._bonus(job, index, seed))
+            for index, (replicate, seed) in enumerate(zip(job.replicates, seeds, strict=True))
+        ]
+
+    def _bonus(self, job: Job, index: int, seed: int) -> Bonus:
+        config = job.config
+        if "weight" not in config:
+            return NoBonus()
+        pool = ReplayPool(config["capacity"], config["minimum"], seed=seed)
+        if self.dynamics is None:
+            return SquaredNorm(pool)
+        self.pools.append(pool)
+        draws: Config = {"num_samples": config["samples"], "covariance": config["covariance"]}
+        return GainBonus(self.dynamics, replica=index, pool=pool, train_every=None, **draws)
+
+    def iterate(self) -> None:
+        """A rollout and a step of the policy for each agent; then all models learn at once."""
+        for agent in self.agents:
+            agent.iterate()
+        if self.dynamics is not None:
+            start = time.process_time()
+            self.dynamics.train(self.pools)
+            share = (time.process_time() - start) / len(self.agents)
+            for agent in self.agents:
+                agent.seconds["model"] += share
+
+
+class _Agent:
+    """One seed."""
+
+    def __init__(self, job: Job, replicate: int, seed: int, bonus: Bonus) -> None:
+        self.replicate = replicate
+        self.bonus = _Timed(bonus)
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self._batch = job.config["batch"]
+        self._random = _Randomness()
+        options = {name: job.config[name] for name in ("weight", "window") if name in job.config}
+        with self._random.own():
+            self._algorithm = paper_trpo(
+                job.data, intrinsic=IntrinsicReward(self.bonus, **options), batch=self._batch, seed=seed
+            )
+
+    def iterate(self) -> None:
+        """A rollout, its bonus, and a step of the policy."""
+        clock, before = _Clock(), self.bonus.seconds
+        start = time.process_time()
+        with self._random.own():
+            self._algorithm.learn(self._batch, callback=clock, reset_num_timesteps=False)
+        whole, bonus = time.process_time() - start, self.bonus.seconds - before
+        self.seconds["rollout"] += clock.seconds
+        self.seconds["bonus"] += bonus
+        self.seconds["policy"] += whole - clock.seconds - bonus
+
+    def metrics(self) -> dict[str, Any]:
+        """Its learning curve, how well its model predicted, and seconds of an iteration by part."""
+        returns = self._algorithm.returns
+        found: dict[str, Any] = {"returns": returns, "area": float(np.mean(returns))}
+        inner = self.bonus.inner
+        if isinstance(inner, GainBonus):
+            # Four digits, so that the curves do not fill the file.
+            found["model_error"] = [float(f"{errors.model:.4g}") for errors in inner.errors]
+            found["persistence_error"] = [float(f"{errors.persistence:.4g}") for errors in inner.errors]
+        return found | {f"seconds_{part}": total / len(returns) for part, total in self.seconds.items()}
+
+
+class _Timed(Bonus):
+    """A bonus that says how long it took: processor seconds, which other programs do not change."""
+
+    def __init__(self, inner: Bonus) -> None:
+        self.inner = inner
+        self.seconds = 0.0
+
+    def measure(self, transitions: Transitions) -> NDArray[np.float64] | None:
+        start = time.process_time()
+        found = self.inner.measure(transitions)
+        self.seconds += time.process_time() - start
+        return found
+
+    def learn(self, transitions: Transitions) -> None:
+        start = time.process_time()
+        self.inner.learn(transitions)
+        self.seconds += time.process_time() - start
+
+
+class _Clock(BaseCallback):
+    """Processor seconds of the rollout alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+
+    def _on_rollout_start(self) -> None:
+        self.seconds -= time.process_time()
+
+    def _on_step(self) -> bool:
+        return True
+
+    def _on_rollout_end(self) -> None:
+        self.seconds += time.process_time()
+
+
+class _Randomness:
+    """What an agent finds in the global generators, which stable-baselines3 draws from."""
+
+    def __init__(self) -> None:
+        self._mine = _global_states()
+
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """The agent's own numbers inside; outside everything is as before."""
+        others = _global_states()
+        _restore(self._mine)
+        try:
+            yield
+        finally:
+            self._mine = _global_states()
+            _restore(others)
+
+
+def _global_states() -> tuple[Any, ...]:
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+
+
+def _restore(states: tuple[Any, ...]) -> None:
+    torch.set_rng_state(states[0])
+    np.random.set_state(states[1])  # noqa: NPY002
+    random.setstate(states[2])

@@ -1,0 +1,281 @@
+"""The methods of the classification experiments by the paper's names: their settings, and how a step of each is made.
+
+A configuration is a suffix of the method: `noisy-K-FAC/D+B` is trained with augmented data (D) and batch normalisation
+(B). Constants are those of the released code where it has any (`docs/reproduce-classification.md`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from noisygrad.distributed import processes
+from noisygrad.likelihoods import Categorical
+from noisygrad.optim import CapturedStep, NoisyAdam, NoisyKFAC
+from noisygrad.optim.execution import GraphCache
+from noisygrad.optim.options import fraction, positive
+from noisygrad.posterior.posterior import Posterior
+from noisygrad.posterior.prior import BlockPriors
+from noisygrad.posterior.structure import build_structure
+from noisygrad.posterior.weights import FlatWeights
+from noisygrad_paper.baselines.bbb_network import BayesByBackprop
+from noisygrad_paper.experiments.configurations import CONFIGURATIONS
+
+Config = dict[str, Any]
+
+METHODS = ("SGD", "K-FAC", "K-FAC+WD", "BBB", "noisy-Adam", "noisy-K-FAC")
+_CIFAR_PRIOR = {"plain": (0.5, 0.1, 1e-3), "D": (0.1, 0.1, 1e-3), "B": (0.5, 1.0, 1e-2), "D+B": (0.1, 1.0, 1e-2)}
+"""λ, η and the trust region c₀ of the released configurations."""
+
+
+class UnknownImageMethodError(ValueError):
+    """A method or a configuration that does not exist; the message lists those that do."""
+
+
+def settings(method: str, configuration: str) -> Config:
+    """What a method is set to unless a data set has choices of its own; λ, η and c₀ depend on the configuration.
+
+    As in the released code, the Fisher keeps what is left of the identity it starts from. Without that, the first
+    statistics of the network without batch norm, which are nearly zero, make the noise wider than the weights, and
+    nothing is learned (`docs/reproduce-classification.md`).
+    """
+    if method not in METHODS:
+        raise UnknownImageMethodError(f"there is no method {method!r}; the methods are {', '.join(METHODS)}")
+    if configuration not in CONFIGURATIONS:
+        raise UnknownImageMethodError(
+            f"there is no configuration {configuration!r}; the configurations are {', '.join(CONFIGURATIONS)}"
+        )
+    kl_weight, prior_variance, clip = _CIFAR_PRIOR[configuration]
+    natural: Config = {
+        "lr": 0.01,
+        "lr_drops": [],
+        "momentum": 0.9,
+        "damping": 1e-3,
+        "fisher_decay": 0.99,
+        "fisher_start": "fading",
+        "stats_every": 10,
+        "factor_every": 200,
+        "kl_clip": clip,
+        "kl_clip_decay": 0.95,
+        "kl_weight": kl_weight,
+        "prior_variance": prior_variance,
+        "noise": True,
+        "test_samples": 10,
+    }
+    if method == "SGD":
+        return {"lr": 0.02, "lr_drops": [0.5, 0.75], "momentum": 0.9, "test_samples": 1}
+    if method == "BBB":
+        own = {"lr": 3e-4, "lr_drops": [0.5, 0.75], "initial_std": 1e-3, "test_samples": 10}
+        return own | {"kl_weight": kl_weight, "prior_variance": prior_variance}
+    if method == "noisy-Adam":
+        return natural | {"fisher_decay": 0.995, "factor_every": 10, "kl_clip": 1e-4, "kl_clip_decay": 1.0}
+    if method == "noisy-K-FAC":
+        return natural
+    point = natural | {"noise": False, "test_samples": 1}
+    return point if method == "K-FAC+WD" else point | {"prior_variance": None}
+
+
+def optional(method: str) -> Config:
+    """Settings of a method that a configuration need not have, as they then are."""
+    own = {"SGD": {"weight_decay": 0.0}, "BBB": {}}
+    return {"warm_up": 0, **own.get(method, {"fisher_floor": 0.0})}
+
+
+def schedule(optimizer: torch.optim.Optimizer, config: Config) -> torch.optim.lr_scheduler.LRScheduler:
+    """By epochs: the step size rises from epoch to epoch during the warm-up, and is divided by ten at each drop."""
+    warm_up = config.get("warm_up", 0)
+    drops = [max(1, int(share * config["epochs"] + 1e-9)) for share in config["lr_drops"]]
+
+    def factor(epoch: int) -> float:
+        return float(min(1.0, (epoch + 1) / (warm_up + 1)) * 0.1 ** sum(epoch >= drop for drop in drops))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def check_settings(method: str, config: Config) -> None:
+    """Refuse values that a training could not start with, by starting one on the smallest network there is.
+
+    Raises:
+        ValueError: In the words of whatever is given the value.
+    """
+    if config["test_samples"] < 1:
+        raise ValueError("test_samples must be at least 1: a prediction needs a draw of the weights")
+    if not all(isinstance(share, int | float) and 0 < share <= 1 for share in config["lr_drops"]):
+        raise ValueError(f"lr_drops must be shares of the training, above 0 and at most 1; got {config['lr_drops']}")
+    if config.get("warm_up", 0) < 0:
+        raise ValueError(f"warm_up must be a number of epochs, at least 0; got {config['warm_up']}")
+    for name in ("lr", "kl_clip_decay"):
+        positive(name, config.get(name, 1.0))
+    fraction("momentum", config.get("momentum", 0.0))
+    nothing = torch.zeros(1, 1)
+    with torch.random.fork_rng(devices=[]):  # the network's initial weights are nobody's concern
+        make_trainer(
+            method,
+            config,
+            nn.Linear(1, 1),
+            num_data=1,
+            steps_per_epoch=1,
+            inputs=nothing,
+            labels=nothing,
+            prepare=lambda: None,
+            seed=0,
+        )
+
+
+@dataclass
+class Trainer:
+    """A method at work on one network."""
+
+    optimizer: torch.optim.Optimizer
+    step: Callable[[], Tensor]
+    """One step on the batch that the buffers hold; returns its loss."""
+    posterior: Callable[[], Posterior]
+    """What it has learned; a point estimate for the methods without noise."""
+
+
+def make_trainer(
+    method: str,
+    config: Config,
+    model: nn.Module,
+    *,
+    num_data: int,
+    steps_per_epoch: int,
+    inputs: Tensor,
+    labels: Tensor,
+    prepare: Callable[[], None],
+    seed: int,
+) -> Trainer:
+    """The method for a network whose batches appear in `inputs` and `labels` whenever `prepare` has run."""
+    config = optional(method) | config
+    narrow = config.get("network_dtype") == "bfloat16"
+
+    def closure() -> tuple[Tensor, Tensor]:
+        # A narrow copy of the weights that was kept for later would be that of an earlier draw.
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=narrow, cache_enabled=False):
+            outputs = model(inputs)
+        return outputs.float(), labels
+
+    task = _Task(config, model, closure, prepare, num_data, seed)
+    if method == "SGD":
+        return _sgd(task)
+    if method == "BBB":
+        return _bbb(task)
+    kind = NoisyAdam if method == "noisy-Adam" else NoisyKFAC
+    start, decay = config["kl_clip"], config["kl_clip_decay"]
+    optimizer = kind(
+        model,
+        Categorical(),
+        num_data=num_data,
+        lr=config["lr"],
+        kl_weight=config["kl_weight"],
+        prior_variance=math.inf if config["prior_variance"] is None else config["prior_variance"],
+        damping=config["damping"],
+        fisher_decay=config["fisher_decay"],
+        fisher_start=config["fisher_start"],
+        fisher_floor=config["fisher_floor"],
+        momentum=config["momentum"],
+        momentum_mode="heavy_ball",
+        stats_every=config["stats_every"],
+        factor_every=config["factor_every"],
+        kl_clip=lambda step: start * decay ** ((step - 1) // steps_per_epoch),
+        noise=config["noise"],
+        fisher_pass="fresh",
+        seed=seed,
+    )
+    return Trainer(optimizer, CapturedStep(optimizer, closure, prepare), optimizer.posterior)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What the methods that are not ours are made from."""
+
+    config: Config
+    model: nn.Module
+    closure: Callable[[], tuple[Tensor, Tensor]]
+    prepare: Callable[[], None]
+    num_data: int
+    seed: int
+
+    @property
+    def network(self) -> nn.Module:
+        """The model without what several processes wrap it in."""
+        inner: nn.Module = getattr(self.model, "module", self.model)
+        return inner
+
+
+def _sgd(task: _Task) -> Trainer:
+    given = {name: task.config[name] for name in ("lr", "momentum", "weight_decay")}
+    optimizer = torch.optim.SGD(task.model.parameters(), **given)
+
+    def move() -> Tensor:
+        loss = F.cross_entropy(*task.closure())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    step = _replayed(optimizer, task, move)
+    return Trainer(optimizer, step, lambda: _point(task.network, Categorical(), task.num_data))
+
+
+def _bbb(task: _Task) -> Trainer:
+    optimizer = BayesByBackprop(
+        task.network,
+        Categorical(),
+        num_data=task.num_data,
+        lr=task.config["lr"],
+        kl_weight=task.config["kl_weight"],
+        prior_variance=task.config["prior_variance"],
+        initial_std=task.config["initial_std"],
+        seed=task.seed,
+    )
+    step = _replayed(optimizer, task, lambda: optimizer.step(task.closure), optimizer.generator)
+    return Trainer(optimizer, step, optimizer.posterior)
+
+
+def _replayed(
+    optimizer: torch.optim.Optimizer, task: _Task, move: Callable[[], Tensor], *generators: torch.Generator
+) -> Callable[[], Tensor]:
+    """A step that is replayed on a GPU, and recorded anew when its learning rate or the model's mode changes."""
+    model = task.network
+    device = next(model.parameters()).device
+    # The messages between processes are not recorded.
+    replays = GraphCache(device if processes().size == 1 else torch.device("cpu"), generators)
+    loss = torch.zeros((), device=device)
+
+    def work() -> None:
+        task.prepare()
+        loss.copy_(move())
+
+    def step() -> Tensor:
+        replays.run("step", (optimizer.param_groups[0]["lr"], model.training), work)
+        return loss
+
+    return step
+
+
+@torch.no_grad()
+def _point(model: nn.Module, likelihood: Categorical, num_data: int) -> Posterior:
+    """A network without uncertainty, as a posterior whose draws are all the same."""
+    structure = build_structure(model, "diagonal", noise=(False,))
+    device = next(model.parameters()).device
+    likelihood.bind(structure.replicas, device, torch.float32)
+    mean = FlatWeights.zeros(structure, torch.float32, device)
+    mean.read_parameters_()
+    return Posterior(
+        model,
+        likelihood,
+        structure,
+        mean.flat,
+        {block.name: block.identity(torch.float32, device) for block in structure.blocks},
+        BlockPriors.build(structure, 1.0, None, torch.float32, device),
+        num_data=num_data,
+        kl_weight=1.0,
+        damping_mode="factored",
+    )

@@ -1,0 +1,46 @@
+"""The page of `noisygrad report`: every experiment found among the results, beside the paper's figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+from noisygrad.pages.page import Page
+from noisygrad.versions import versions
+from noisygrad_paper.report import classification, convergence, exploration, few_labels, precision, regression
+
+Sections: TypeAlias = Callable[[Path, Page], None]
+
+SECTIONS: tuple[Sections, ...] = (
+    regression.sections,
+    classification.sections,
+    few_labels.sections,
+    exploration.sections,
+    convergence.sections,
+    precision.sections,
+)
+"""Each adds what it finds in the folder of results; where its files are missing, it says what makes them."""
+
+
+def build_report(results: Path) -> Page:
+    """One page from a folder of results; the same results give the same page."""
+    if not results.is_dir():
+        raise FileNotFoundError(
+            f"there is no folder of results at {results}: make one with `noisygrad reproduce regression`, "
+            "or name the folder that holds your results"
+        )
+    page = Page(
+        "Noisy natural gradient, reproduced",
+        lead="Our figures beside those of the paper “Noisy Natural Gradient as Variational Inference”: each with its "
+        "spread, and whether ours is better, as good within the margin that the table names, or worse.",
+        footer=f"Made by noisygrad {versions()['noisygrad']}: noisygrad report",
+    )
+    for add in SECTIONS:
+        add(results, page)
+    return page
+
+
+def write_report(results: Path, output: Path) -> Path:
+    """Build the page and write it atomically; returns where it is."""
+    return build_report(results).write(output)

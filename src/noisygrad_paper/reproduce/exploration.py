@@ -1,0 +1,86 @@
+"""`noisygrad reproduce exploration`: Figure 3."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from noisygrad_paper.experiments.exploration_conditions import EXPERIMENT, ITERATIONS, METHODS, MORE_METHODS, TUNING
+from noisygrad_paper.reproduce.options import (
+    Backend,
+    Names,
+    ResultsFolder,
+    Scheduler,
+    Seed,
+    TunedSettings,
+    Tuning,
+    Workers,
+    check_backend,
+    chosen,
+    clear_errors,
+    parsed_settings,
+    run_missing,
+)
+
+Seeds = Annotated[int | None, typer.Option(min=1, help="Of each condition, instead of its own number.")]
+Iterations = Annotated[int | None, typer.Option(min=1, help="Of TRPO, instead of each task's own number.")]
+
+
+def exploration(
+    tasks: Names = None,
+    methods: Names = None,
+    results: ResultsFolder = Path("results"),
+    backend: Backend = "local",
+    workers: Workers = 1,
+    scheduler: Scheduler = None,
+    seeds: Seeds = None,
+    iterations: Iterations = None,
+    seed: Seed = 0,
+    tuning: Tuning = False,
+    settings: TunedSettings = None,
+) -> None:
+    """Figure 3: returns of TRPO on sparse tasks, alone and with an information gain as its bonus.
+
+    Needs the extra rl. Cells that are in the results folder are not computed again: stop it at any moment, and start
+    it again.
+    """
+    with clear_errors():
+        check_backend(backend, scheduler)
+        names, asked = chosen(tasks, ITERATIONS), chosen(methods, METHODS, MORE_METHODS)
+        _need_extra()
+        from noisygrad_paper.experiments import exploration as experiment
+
+        changes = parsed_settings(settings or [])
+        jobs = experiment.plan(
+            names, asked, seeds=seeds, iterations=iterations, seed=seed, tuning=tuning, changes=changes
+        )
+        kept = TUNING if tuning else EXPERIMENT
+        failed = run_missing(kept, jobs, experiment.run_job, results, backend, workers, scheduler)
+        _show(results, kept, names, list(dict.fromkeys(job.method for job in jobs)))
+    if failed:
+        raise typer.Exit(1)
+
+
+def _need_extra() -> None:
+    """Say so before anything is computed, where the extra is missing."""
+    try:
+        importlib.import_module("noisygrad.exploration")
+    except ImportError as error:
+        raise ModuleNotFoundError(str(error)) from error
+
+
+def _show(results: Path, experiment: str, tasks: Sequence[str], methods: Sequence[str]) -> None:
+    from noisygrad_paper.experiments.cells import Results
+    from noisygrad_paper.report.exploration import area_table, exploration_study, paired_table
+
+    study = exploration_study(Results(results, experiment).load())
+    console = Console(highlight=False)
+    console.print(area_table(study, methods, tasks).rich())
+    pairs = paired_table(study, tasks)
+    if pairs is not None:
+        console.print(pairs.rich())

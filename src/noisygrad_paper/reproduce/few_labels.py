@@ -1,0 +1,142 @@
+"""`noisygrad reproduce hmc-correlation` and `active-learning`: Tables 3 and 4."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from noisygrad_paper.reproduce.options import (
+    Backend,
+    DataFolder,
+    Device,
+    Epochs,
+    Names,
+    ResultsFolder,
+    Scheduler,
+    Seed,
+    TunedSettings,
+    Tuning,
+    Workers,
+    check_backend,
+    check_device,
+    chosen,
+    clear_errors,
+    data_folder,
+    parsed_settings,
+    run_missing,
+)
+
+Trials = Annotated[int | None, typer.Option(min=1, help="Only the first so many trials of each set.")]
+
+
+def hmc_correlation(
+    data: Names = None,
+    methods: Names = None,
+    results: ResultsFolder = Path("results"),
+    data_dir: DataFolder = None,
+    device: Device = "cpu",
+    backend: Backend = "local",
+    workers: Workers = 1,
+    scheduler: Scheduler = None,
+    epochs: Epochs = None,
+    trials: Trials = None,
+    seed: Seed = 0,
+) -> None:
+    """Table 3: Pearson correlation of predictive variances with those of HMC, from twenty labelled points.
+
+    Needs the extra hmc. Cells that are in the results folder are not computed again: stop it at any moment, and start
+    it again.
+    """
+    from noisygrad_paper.experiments import hmc_correlation as experiment
+    from noisygrad_paper.experiments.few_labels import METHODS
+
+    with clear_errors():
+        names, asked = chosen(data, experiment.DATA), chosen(methods, METHODS)
+        where = _checked(device, backend, scheduler, asked, data_dir)
+        jobs = experiment.plan(
+            names, asked, trials=trials or experiment.TRIALS, epochs=epochs, data_dir=where, seed=seed
+        )
+        work = partial(experiment.run_job, data_dir=where, device=device)
+        failed = run_missing(experiment.EXPERIMENT, jobs, work, results, backend, workers, scheduler)
+        _show_correlation(results, names, asked)
+    if failed:
+        raise typer.Exit(1)
+
+
+def active_learning(
+    data: Names = None,
+    methods: Names = None,
+    results: ResultsFolder = Path("results"),
+    data_dir: DataFolder = None,
+    device: Device = "cpu",
+    backend: Backend = "local",
+    workers: Workers = 1,
+    scheduler: Scheduler = None,
+    epochs: Epochs = None,
+    trials: Trials = None,
+    seed: Seed = 0,
+    tuning: Tuning = False,
+    settings: TunedSettings = None,
+) -> None:
+    """Table 4: test RMSE after nine points were chosen by their variance, against nine chosen at random.
+
+    HMC needs the extra hmc. Cells that are in the results folder are not computed again: stop it at any moment, and
+    start it again.
+    """
+    from noisygrad_paper.experiments import active_learning as experiment
+
+    with clear_errors():
+        names, asked = chosen(data, experiment.DATA), chosen(methods, experiment.METHODS_HERE)
+        where = _checked(device, backend, scheduler, asked, data_dir)
+        jobs = experiment.plan(
+            names,
+            asked,
+            trials=trials or experiment.TRIALS,
+            epochs=epochs,
+            data_dir=where,
+            seed=seed,
+            tuning=tuning,
+            changes=parsed_settings(settings or []),
+        )
+        work = partial(experiment.run_job, data_dir=where, device=device)
+        kept = experiment.TUNING if tuning else experiment.EXPERIMENT
+        failed = run_missing(kept, jobs, work, results, backend, workers, scheduler)
+        _show_active(results, kept, names, list(dict.fromkeys(job.method for job in jobs)))
+    if failed:
+        raise typer.Exit(1)
+
+
+def _checked(device: str, backend: str, scheduler: str | None, methods: Sequence[str], data_dir: Path | None) -> str:
+    """Refuse what cannot work before anything is computed; where the data are."""
+    check_device(device)
+    check_backend(backend, scheduler)
+    if "HMC" in methods:
+        from noisygrad_paper.baselines.hmc import jax_device, need_extra
+
+        need_extra()
+        jax_device(device)
+    return data_folder(data_dir)
+
+
+def _show_correlation(results: Path, data: Sequence[str], methods: Sequence[str]) -> None:
+    from noisygrad_paper.experiments import hmc_correlation as experiment
+    from noisygrad_paper.experiments.cells import Results
+    from noisygrad_paper.report.few_labels import correlation_study, correlation_table
+
+    study = correlation_study(Results(results, experiment.EXPERIMENT).load())
+    shown = [method for method in methods if method != experiment.TRUTH]
+    if shown:
+        Console(highlight=False).print(correlation_table(study, shown, data).rich())
+
+
+def _show_active(results: Path, experiment: str, data: Sequence[str], methods: Sequence[str]) -> None:
+    from noisygrad_paper.experiments.cells import Results
+    from noisygrad_paper.report.few_labels import active_study, active_table
+
+    study = active_study(Results(results, experiment).load())
+    Console(highlight=False).print(active_table(study, methods, data).rich())

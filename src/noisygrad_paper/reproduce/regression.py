@@ -1,0 +1,111 @@
+"""`noisygrad reproduce regression`: Table 1 and its supplement."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from noisygrad_paper.reproduce.options import (
+    Backend,
+    DataFolder,
+    Device,
+    Epochs,
+    Names,
+    ResultsFolder,
+    Scheduler,
+    Seed,
+    Settings,
+    Splits,
+    Validation,
+    Workers,
+    check_backend,
+    check_device,
+    chosen,
+    clear_errors,
+    data_folder,
+    parsed_settings,
+    run_missing,
+)
+
+
+def regression(
+    data: Names = None,
+    methods: Names = None,
+    csv: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A table of your own, with a header, instead of the UCI sets.")
+    ] = None,
+    target: Annotated[str | None, typer.Option(metavar="COLUMN", help="What to predict in it.")] = None,
+    results: ResultsFolder = Path("results"),
+    data_dir: DataFolder = None,
+    device: Device = "cpu",
+    backend: Backend = "local",
+    workers: Workers = 1,
+    scheduler: Scheduler = None,
+    epochs: Epochs = None,
+    splits: Splits = None,
+    seed: Seed = 0,
+    validation: Validation = False,
+    settings: Settings = None,
+) -> None:
+    """Table 1 and its supplement: test RMSE and log-likelihood on the UCI regression sets.
+
+    Cells that are in the results folder are not computed again: stop it at any moment, and start it again.
+    """
+    from noisygrad_paper.experiments import regression as experiment
+    from noisygrad_paper.experiments.methods import METHODS
+
+    with clear_errors():
+        check_device(device)
+        check_backend(backend, scheduler)
+        table = _own_table(csv, target)
+        if csv is not None and data is not None:
+            raise typer.BadParameter("--csv is instead of --data: give one of them")
+        names = [f"csv-{csv.stem}"] if csv is not None else chosen(data, experiment.DATA, experiment.MORE_DATA)
+        asked = chosen(methods, METHODS)
+        where = data_folder(data_dir)
+        jobs = experiment.plan(
+            names,
+            asked,
+            epochs=epochs,
+            splits=splits,
+            data_dir=where,
+            csv=table,
+            seed=seed,
+            validation=validation,
+            settings=parsed_settings(settings or []),
+        )
+        if not jobs:
+            raise ValueError(f"{', '.join(asked)} on {', '.join(names)} would be too large: it is for small sets")
+        work = partial(experiment.run_job, data_dir=where, csv=table, device=device)
+        name = experiment.VALIDATION if validation else experiment.EXPERIMENT
+        failed = run_missing(name, jobs, work, results, backend, workers, scheduler)
+        _show_regression(results, name, names, list(dict.fromkeys(job.method for job in jobs)))
+    if failed:
+        raise typer.Exit(1)
+
+
+def _show_regression(results: Path, experiment: str, data: Sequence[str], methods: Sequence[str]) -> None:
+    from noisygrad.pages.comparison import LOG_LIKELIHOOD, RMSE
+    from noisygrad_paper.experiments.cells import Results
+    from noisygrad_paper.report.regression import comparison_table
+    from noisygrad_paper.report.study import Study
+
+    study = Study(Results(results, experiment).load())
+    console = Console(highlight=False)
+    if experiment != "regression":
+        console.print("On held-out training rows; the paper's figures are of the test rows.")
+    for metric in (RMSE, LOG_LIKELIHOOD):
+        console.print()
+        console.print(comparison_table(study, methods, data, metric).rich())
+
+
+def _own_table(csv: Path | None, target: str | None) -> tuple[str, str] | None:
+    if (csv is None) != (target is None):
+        raise typer.BadParameter("--csv FILE and --target COLUMN go together")
+    return None if csv is None or target is None else (os.fspath(csv.resolve()), target)

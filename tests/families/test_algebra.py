@@ -1,0 +1,251 @@
+"""Every method of every family is one identity: each is checked against the dense matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from noisygrad.families import dense, diagonal, kronecker, tridiagonal
+from noisygrad.families.base import Precision, Prior
+from noisygrad.kernels.moments import times_lower
+
+BATCHES: tuple[tuple[int, ...], ...] = ((), (3,), (2, 2))
+seeds = st.integers(0, 10_000)
+few = settings(max_examples=4, deadline=None)
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def positive(seed: int, *shape: int) -> Tensor:
+    return normal(seed, *shape).exp() * 0.1
+
+
+def diagonal_case(seed: int, batch: tuple[int, ...], fitted: bool, damping: float) -> tuple[Prior, Precision]:
+    prior = diagonal.Prior.from_precision(positive(seed, *batch, 7))
+    if fitted:
+        prior = diagonal.Statistics.measure(normal(seed + 9, *batch, 3, 7)).factorise(prior).as_prior()
+    return prior, diagonal.Statistics.measure(normal(seed + 1, *batch, 4, 7)).factorise(prior, damping)
+
+
+def dense_case(seed: int, batch: tuple[int, ...], fitted: bool, damping: float) -> tuple[Prior, Precision]:
+    prior = dense.Prior.from_precision(positive(seed, *batch, 7))
+    if fitted:
+        prior = dense.Statistics.measure(normal(seed + 9, *batch, 3, 7)).factorise(prior).as_prior()
+    return prior, dense.Statistics.measure(normal(seed + 1, *batch, 4, 7)).factorise(prior, damping)
+
+
+def kronecker_statistics(seed: int, batch: tuple[int, ...], outputs: int, inputs: int) -> kronecker.Statistics:
+    """One example of three positions: fewer than the sizes, so that both factors are singular."""
+    activations, gradients = normal(seed, *batch, 1, 3, inputs - 1), normal(seed + 1, *batch, 1, 3, outputs)
+    return kronecker.Statistics.measure(activations, gradients, constant=True)
+
+
+def kronecker_case(mode: str, outputs: int = 4, inputs: int = 5) -> Callable[..., tuple[Prior, Precision]]:
+    def make(seed: int, batch: tuple[int, ...], fitted: bool, damping: float) -> tuple[Prior, Precision]:
+        prior = kronecker.Prior.from_columns(positive(seed, *batch, inputs), outputs)
+        if fitted:
+            prior = kronecker_statistics(seed + 5, batch, outputs, inputs).factorise(prior, mode=mode).as_prior()
+        return prior, kronecker_statistics(seed + 7, batch, outputs, inputs).factorise(prior, damping, mode)
+
+    return make
+
+
+def chain_statistics(seed: int, batch: tuple[int, ...], shapes: list[tuple[int, int]]) -> tridiagonal.Statistics:
+    """Layers without a constant wherever the layer has an odd index, so that borders of every kind occur."""
+    constants = [i % 2 == 0 for i in range(len(shapes))]
+    activations = [
+        normal(seed + i, *batch, 2, 2, n - c) for i, ((_, n), c) in enumerate(zip(shapes, constants, strict=True))
+    ]
+    gradients = [normal(seed + 50 + i, *batch, 2, 2, m) for i, (m, _) in enumerate(shapes)]
+    return tridiagonal.Statistics.measure(activations, gradients, constants, [True] * (len(shapes) - 1))
+
+
+def chain_prior(seed: int, batch: tuple[int, ...], shapes: list[tuple[int, int]]) -> tridiagonal.Prior:
+    columns = [positive(seed + 80 + i, *batch, n) for i, (_, n) in enumerate(shapes)]
+    return tridiagonal.Prior.from_columns(columns, [m for m, _ in shapes])
+
+
+def tridiagonal_case(*shapes: tuple[int, int]) -> Callable[..., tuple[Prior, Precision]]:
+    def make(seed: int, batch: tuple[int, ...], fitted: bool, damping: float) -> tuple[Prior, Precision]:
+        prior = chain_prior(seed, batch, list(shapes))
+        if fitted:
+            prior = chain_statistics(seed + 100, batch, list(shapes)).factorise(prior).as_prior()
+        return prior, chain_statistics(seed, batch, list(shapes)).factorise(prior, damping)
+
+    return make
+
+
+CASES: dict[str, Callable[..., tuple[Any, Any]]] = {
+    "diagonal": diagonal_case,
+    "dense": dense_case,
+    "kronecker-factored": kronecker_case("factored"),
+    "kronecker-exact": kronecker_case("exact"),
+    "kronecker-scalar-output": kronecker_case("factored", outputs=1),
+    "kronecker-scalar-input": kronecker_case("factored", inputs=1),
+    "kronecker-scalar-both": kronecker_case("factored", outputs=1, inputs=1),
+    "tridiagonal-1": tridiagonal_case((3, 4)),
+    "tridiagonal-2": tridiagonal_case((3, 5), (2, 4)),
+    "tridiagonal-3": tridiagonal_case((3, 4), (4, 3), (2, 5)),
+    "tridiagonal-scalar-output": tridiagonal_case((3, 4), (3, 3), (1, 4)),
+}
+ONE_PRODUCT = [name for name in CASES if name != "kronecker-exact"]
+"""Those whose precision has the structure of a prior, so that `as_prior` is no approximation."""
+
+
+def for_every_case(test: Any) -> Any:
+    return _parametrised(test, list(CASES))
+
+
+def for_every_prior_like_case(test: Any) -> Any:
+    return _parametrised(test, ONE_PRODUCT)
+
+
+def _parametrised(test: Any, names: list[str]) -> Any:
+    test = pytest.mark.parametrize("fitted", [False, True], ids=["fresh", "fitted"])(test)
+    test = pytest.mark.parametrize("batch", BATCHES, ids=str)(test)
+    return pytest.mark.parametrize("name", names)(test)
+
+
+def close(actual: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
+    assert actual.shape == expected.shape
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+
+
+def units(size: int, batch: tuple[int, ...]) -> Tensor:
+    """Unit vectors along the first dimension, so that results have their columns there."""
+    return torch.eye(size, dtype=torch.float64).reshape(size, *(1,) * len(batch), size).expand(size, *batch, size)
+
+
+def columns(function: Callable[[Tensor], Tensor], size: int, batch: tuple[int, ...]) -> Tensor:
+    return function(units(size, batch)).movedim(0, -1)
+
+
+@for_every_case
+@few
+@given(seed=seeds, damping=st.sampled_from([0.0, 0.3]))
+def test_precision_agrees_with_its_dense_matrix(
+    name: str, batch: tuple[int, ...], fitted: bool, seed: int, damping: float
+) -> None:
+    prior, precision = CASES[name](seed, batch, fitted, damping)
+    matrix = precision.to_dense()
+    size = matrix.shape[-1]
+    inverse = torch.linalg.inv(matrix)
+    vector = normal(seed + 3, *batch, size)
+    close(matrix, matrix.mT)
+    close(columns(precision.solve, size, batch), inverse)
+    close(precision.solve((matrix @ vector[..., None])[..., 0]), vector, 1e-9)
+    root = columns(precision.sample, size, batch)
+    close(root @ root.mT, inverse)
+    close(precision.quad(vector), torch.einsum("...i,...ij,...j", vector, matrix, vector))
+    close(precision.logdet(), torch.logdet(matrix))
+    gamma = columns(prior.times, size, batch)
+    close(precision.trace(prior), torch.einsum("...ij,...ji", gamma, inverse))
+
+
+@for_every_case
+@few
+@given(seed=seeds)
+def test_prior_agrees_with_its_dense_matrix(name: str, batch: tuple[int, ...], fitted: bool, seed: int) -> None:
+    prior, precision = CASES[name](seed, batch, fitted, 0.0)
+    size = precision.to_dense().shape[-1]
+    gamma = columns(prior.times, size, batch)
+    vector = normal(seed + 4, *batch, size)
+    close(gamma, gamma.mT)
+    close(prior.quad(vector), torch.einsum("...i,...ij,...j", vector, gamma, vector))
+    close(prior.logdet(), torch.logdet(gamma))
+    close(columns(prior.scaled(2.5).times, size, batch), 2.5 * gamma)
+
+
+@for_every_prior_like_case
+def test_as_prior_is_the_same_matrix(name: str, batch: tuple[int, ...], fitted: bool) -> None:
+    _, precision = CASES[name](1, batch, fitted, 0.0)
+    matrix = precision.to_dense()
+    close(columns(precision.as_prior().times, matrix.shape[-1], batch), matrix)
+
+
+def test_exact_as_prior() -> None:
+    prior, precision = CASES["kronecker-exact"](1, (2,), False, 0.0)
+    zero = kronecker.Statistics(torch.zeros(2, 5, 5).double(), torch.zeros(2, 4, 4).double())
+    unchanged = zero.factorise(prior, mode="exact").as_prior()
+    close(columns(unchanged.times, 20, (2,)), columns(prior.times, 20, (2,)))
+    # Otherwise it is an approximation, but one that keeps the mean of the whitened spectrum.
+    white = precision.as_prior()
+    recovered = precision.left.mT @ white.outputs @ precision.left
+    close(recovered.diagonal(dim1=-2, dim2=-1), precision.spectrum.mean(-1))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("fitted", [False, True])
+def test_batched_equals_a_loop(name: str, fitted: bool) -> None:
+    prior, precision = CASES[name](5, (3,), fitted, 0.1)
+    noise = normal(6, 3, precision.to_dense().shape[-1])
+    together = precision.sample(noise), precision.logdet(), precision.trace(prior)
+    for i in range(3):
+        alone = precision.map(lambda tensor, i=i: tensor[i])
+        one = prior.map(lambda tensor, i=i: tensor[i])
+        for batched, single in zip(together, (alone.sample(noise[i]), alone.logdet(), alone.trace(one)), strict=True):
+            close(batched[i], single, 1e-12)
+
+
+@pytest.mark.parametrize("name", ["kronecker-factored", "kronecker-exact", "kronecker-scalar-output"])
+def test_factorising_a_batch_equals_factorising_each(name: str) -> None:
+    mode = "exact" if "exact" in name else "factored"
+    statistics = kronecker_statistics(3, (3,), 1 if "scalar" in name else 4, 5)
+    prior = kronecker.Prior.from_columns(positive(4, 3, 5), statistics.outputs.shape[-1])
+    together = statistics.factorise(prior, 0.1, mode).to_dense()
+    for i in range(3):
+        one = statistics.map(lambda tensor, i=i: tensor[i]).factorise(prior.map(lambda t, i=i: t[i]), 0.1, mode)
+        close(together[i], one.to_dense(), 1e-12)
+
+
+def test_factorising_a_batched_chain_equals_factorising_each() -> None:
+    shapes = [(3, 4), (2, 3), (1, 4)]
+    statistics, prior = chain_statistics(3, (3,), shapes), chain_prior(4, (3,), shapes)
+    together = statistics.factorise(prior, 0.1).to_dense()
+    for i in range(3):
+        one = statistics.map(lambda tensor, i=i: tensor[i]).factorise(prior.map(lambda t, i=i: t[i]), 0.1)
+        close(together[i], one.to_dense(), 1e-12)
+
+
+@pytest.mark.parametrize("name", ["kronecker-factored", "tridiagonal-3"])
+def test_without_terms_still_samples_and_says_what_it_cannot(name: str) -> None:
+    prior, precision = CASES[name](1, (2,), False, 0.0)
+    noise = normal(2, 2, precision.to_dense().shape[-1])
+    stripped = precision.drop_terms()
+    assert len(stripped.tensors()) < len(precision.tensors())
+    close(stripped.sample(noise), precision.sample(noise))
+    close(stripped.solve(noise), precision.solve(noise))
+    close(stripped.trace(prior), precision.trace(prior))
+    for unavailable in (lambda: stripped.quad(noise), stripped.to_dense, stripped.as_prior):
+        with pytest.raises(RuntimeError, match="without_terms"):
+            unavailable()
+
+
+def test_a_prior_of_another_family_is_refused() -> None:
+    _, precision = CASES["kronecker-factored"](1, (), False, 0.0)
+    with pytest.raises(TypeError, match="Kronecker"):
+        precision.trace(dense.Prior.from_precision(torch.ones(20)))
+
+
+def test_fitted_chain_prior_forgets_its_factors_when_overwritten() -> None:
+    prior, other = (CASES["tridiagonal-2"](seed, (), False, 0.0)[1].as_prior().clone() for seed in (1, 2))
+    vector = normal(2, 23)
+    before = prior.times(vector)
+    prior.copy_(other)
+    close(prior.times(vector), other.times(vector))
+    close(prior.logdet(), other.logdet())
+    assert (prior.times(vector) - before).norm() > 1e-3
+
+
+def test_products_with_a_triangle_leave_out_only_zeros() -> None:
+    lower = torch.randn(2, 600, 600, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).tril()
+    matrix = torch.randn(2, 5, 600, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(times_lower(matrix, lower), matrix @ lower)
