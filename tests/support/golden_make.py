@@ -1,6 +1,6 @@
 """Writes `golden_numbers.npz`, the numbers that all runs of `golden_runs.py` gave when the file was made.
 
-Run as a script, it makes the file anew: only where results are meant to change, and then with a commit that says why.
+`python -m support.golden_make` in tests/ makes the file anew: only where results are meant to change, and then with a commit that says why.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from golden_runs import RUNS, Arrays, record
+from support.golden_runs import RUNS, Arrays, record
 
-NUMBERS = Path(__file__).with_name("golden_numbers.npz")
+NUMBERS = Path(__file__).resolve().parents[1] / "golden" / "golden_numbers.npz"
 LAYOUT = "layout"
 NUDGE = 1e-14
 STABLE = 1e-10

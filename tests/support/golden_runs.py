@@ -20,9 +20,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import noisygrad as ng
 from noisygrad.likelihoods import Gaussian
 from noisygrad.networks import ReplicatedLinear
-from noisygrad.training.noisy import NoisyLearner, NoisySettings
-from noisygrad.training.perceptrons import Perceptrons
-from noisygrad.training.replicas import Streams, train_replicas
+from noisygrad.replicas.engine import ReplicaGenerators, train_replicas
+from noisygrad.replicas.noisy import NoisyLearner, NoisySettings
+from noisygrad.replicas.perceptrons import Perceptrons
 
 STEPS = 50
 DRAWS_AT = (1, 2, 10, 50)
@@ -248,7 +248,7 @@ class EngineRun:
     def record(self, nudge: float, changes: Mapping[str, Any]) -> Arrays:
         options = {"lr": 0.05, "fisher_rate": 0.1, "prior_variance": 0.5, "mc_samples": 2, "damping": 0.01}
         options |= {"kl_weight": 0.8, **self.settings}
-        streams = Streams.of(SEEDS)
+        streams = ReplicaGenerators.of(SEEDS)
         learner = NoisyLearner(
             NETWORK, Gaussian(**self.likelihood), NoisySettings(**options | _changed(options, changes)),
             num_data=20, generators=streams.start, dtype=torch.float64,

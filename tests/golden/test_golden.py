@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from golden_make import load, save
-from golden_runs import RUNS, Arrays, record
+from support.golden_make import load, save
+from support.golden_runs import RUNS, Arrays, record
 
 TOLERANCE = 1e-9
 """Of the largest number of an array."""
