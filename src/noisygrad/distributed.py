@@ -140,6 +140,11 @@ class Ranks:
                 return
         self.active, self.rank, self.size = False, 0, 1
 
+    @classmethod
+    def alone(cls) -> Ranks:
+        """One process by itself."""
+        return cls(nn.Identity())
+
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         """In place, the sum over the ranks of each tensor, in one message for each dtype."""
         if not self.active:

@@ -15,7 +15,7 @@ import noisygrad as ng
 from noisygrad.curvature.capture import Capture
 from noisygrad.curvature.layers import REGISTRY, Batch, Layer, find_units
 from noisygrad.curvature.passes import MatrixPass
-from noisygrad.curvature.units import Slot, Unit
+from noisygrad.families.units import Slot, Unit
 from noisygrad.posterior.structure import build_structure, parameter_order
 from support.truth import (
     FAMILIES,

@@ -18,7 +18,7 @@ from noisygrad.curvature.passes import MatrixPass, sum_of_squared_products
 from noisygrad.curvature.windows import patches, two_axes
 from noisygrad.kernels import products
 from noisygrad.kernels import squares as kernels
-from noisygrad.kernels.moments import LARGE, gram, second_moment
+from noisygrad.kernels.products import LARGE, gram, second_moment
 from support.truth import close
 
 IMAGES = {"even": (6, 8), "odd": (5, 7), "narrow": (1, 6), "tiny": (2, 2), "one pixel": (1, 1)}

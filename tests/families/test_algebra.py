@@ -13,7 +13,7 @@ from torch import Tensor
 
 from noisygrad.families import dense, diagonal, kronecker, tridiagonal
 from noisygrad.families.base import Precision, Prior
-from noisygrad.kernels.moments import times_lower
+from noisygrad.kernels.products import times_lower
 
 BATCHES: tuple[tuple[int, ...], ...] = ((), (3,), (2, 2))
 seeds = st.integers(0, 10_000)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from noisygrad.families import dense, diagonal, kronecker, tridiagonal
 from noisygrad.kernels.factorisation import FactorisationError, condition_number, inverse_root, symmetric_eigh
-from noisygrad.kernels.moments import second_moment
+from noisygrad.kernels.products import second_moment
 
 SHAPES = [(3, 4), (4, 3), (2, 5)]
 

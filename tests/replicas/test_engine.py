@@ -67,8 +67,8 @@ def test_forward_and_backward_are_those_of_autograd():
         ("kronecker", {}),
         ("kronecker", {"damping": 0.05, "momentum": 0.0}),
         ("kronecker", {"kl_clip": 1e-4}),
-        ("diagonal", {"kl_clip": 1e-4, "forget_start": False}),
-        ("kronecker", {"forget_start": False}),
+        ("diagonal", {"kl_clip": 1e-4, "fisher_start": "fading"}),
+        ("kronecker", {"fisher_start": "fading"}),
         ("kronecker", {"damping_mode": "exact", "factor_every": 3}),
         ("tridiagonal", {"factor_every": 2}),
         ("full", {"noise": False, "mc_samples": 1}),
@@ -79,7 +79,7 @@ def test_a_learner_follows_the_optimiser(family: str, settings: dict, noise_prio
     """The same noise, targets and batches through `NoisyAdam` … `NoisyFull`: the same mean, noise and KL to 1e-9."""
     samples = settings.get("mc_samples", 3)
     chosen = NoisySettings(
-        **{"family": family, "lr": 0.05, "fisher_rate": 0.3, "kl_weight": 0.7, "prior_variance": 0.5, "mc_samples": 3}
+        **{"family": family, "lr": 0.05, "fisher_decay": 0.7, "kl_weight": 0.7, "prior_variance": 0.5, "mc_samples": 3}
         | settings
     )
     learner = NoisyLearner(
@@ -98,7 +98,7 @@ def test_a_learner_follows_the_optimiser(family: str, settings: dict, noise_prio
         damping=chosen.damping, momentum=chosen.momentum, damping_mode=chosen.damping_mode, noise=chosen.noise,
         kl_clip=chosen.kl_clip,
     )  # fmt: skip
-    if not chosen.forget_start:
+    if chosen.fisher_start == "fading":
         optimizer.factors.updates.fill_(1e9)  # so many updates later, nothing is left of the quick start
     generator = torch.Generator()
     generator.set_state(optimizer.generators[0].get_state())

@@ -246,7 +246,7 @@ class EngineRun:
     likelihood: Mapping[str, Any] = field(default_factory=dict)
 
     def record(self, nudge: float, changes: Mapping[str, Any]) -> Arrays:
-        options = {"lr": 0.05, "fisher_rate": 0.1, "prior_variance": 0.5, "mc_samples": 2, "damping": 0.01}
+        options = {"lr": 0.05, "fisher_decay": 0.9, "prior_variance": 0.5, "mc_samples": 2, "damping": 0.01}
         options |= {"kl_weight": 0.8, **self.settings}
         streams = ReplicaGenerators.of(SEEDS)
         learner = NoisyLearner(
@@ -325,8 +325,8 @@ def _engine_runs() -> Iterator[tuple[str, EngineRun]]:
         yield f"engine {family}", EngineRun({"family": family, "kl_clip": 2e-3})
     exact = {"family": "kronecker", "damping_mode": "exact", "factor_every": 3}
     yield "engine exact damping", EngineRun(exact)
-    yield "engine slow start", EngineRun({"family": "kronecker", "forget_start": False, "factor_every": 2})
-    yield "engine slow diagonal", EngineRun({"family": "diagonal", "forget_start": False}, {"noise_prior": None})
+    yield "engine slow start", EngineRun({"family": "kronecker", "fisher_start": "fading", "factor_every": 2})
+    yield "engine slow diagonal", EngineRun({"family": "diagonal", "fisher_start": "fading"}, {"noise_prior": None})
     yield "engine undamped tridiagonal", EngineRun({"family": "tridiagonal", "factor_every": 4, "damping": 0.0})
     yield "engine point estimate", EngineRun({"family": "kronecker", "noise": False, "mc_samples": 1})
 

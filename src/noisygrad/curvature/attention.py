@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from noisygrad.curvature.layers import Batch, Layer, observe_linear, register
 from noisygrad.curvature.passes import Pass
-from noisygrad.curvature.units import Slot, Unit
+from noisygrad.families.units import Slot, Unit
 
 PARTS = ("query", "key", "value")
 SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from noisygrad.curvature.attention import recorded_forward
-from noisygrad.curvature.units import Unit
+from noisygrad.families.units import Unit
 from noisygrad.kernels.switches import Switch
 
 

@@ -30,12 +30,12 @@ from noisygrad.curvature.passes import (
     sum_of_squared_products,
     sum_of_squares,
 )
-from noisygrad.curvature.units import Unit
 from noisygrad.curvature.windows import Axis, patches, two_axes
 from noisygrad.families import kronecker, packed
+from noisygrad.families.base import Statistics
+from noisygrad.families.units import Unit
 from noisygrad.kernels import squares, triangles
-from noisygrad.kernels.moments import column_sums, gram, with_border
-from noisygrad.kernels.products import has_onednn, use_onednn_at
+from noisygrad.kernels.products import column_sums, gram, has_onednn, use_onednn_at, with_border
 
 SMALL_PATCH = 64
 """Patches of at most so many numbers, as of colour images, are rather made: a product with a part of one is thin."""
@@ -152,7 +152,7 @@ class ConvolutionPass(PatchedPass):
         vertical, horizontal = (Axis(*each) for each in axes)
         return images, vertical, horizontal
 
-    def moments(self) -> kronecker.Statistics | packed.Statistics:
+    def moments(self) -> Statistics:
         """A and S. Of a large A, bands are kept: so it is made where the last one was, in memory that stays mapped."""
         size = self._patch_size + self.constant
         if not triangles.use_bands_at(size):

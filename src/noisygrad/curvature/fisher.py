@@ -24,7 +24,7 @@ from noisygrad.curvature.capture import Record
 from noisygrad.curvature.layers import Batch, find_layer, perhaps_summed
 from noisygrad.curvature.passes import Pass, SummedPass
 from noisygrad.curvature.summaries import Summarise, Summary, gradient_hooks, hookable, reaches
-from noisygrad.curvature.units import Unit
+from noisygrad.families.units import Unit
 from noisygrad.likelihoods import Likelihood
 
 FisherKind = Literal["sampled", "exact", "empirical"]

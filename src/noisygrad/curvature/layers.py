@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from noisygrad.curvature.convolution import ConvolutionPass, PatchedPass
 from noisygrad.curvature.passes import ElementwisePass, EmbeddingPass, MatrixPass, Pass, SummedPass
-from noisygrad.curvature.units import Slot, Unit
 from noisygrad.curvature.windows import patches
+from noisygrad.families.units import Slot, Unit
 from noisygrad.networks import ReplicatedLinear
 
 

@@ -18,12 +18,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from noisygrad.curvature.units import Unit
 from noisygrad.families import kronecker, packed
-from noisygrad.families.base import joined
+from noisygrad.families.base import Statistics, joined
+from noisygrad.families.units import Unit
 from noisygrad.kernels import products, squares
 from noisygrad.kernels.factorisation import capturing
-from noisygrad.kernels.moments import second_moment
+from noisygrad.kernels.products import second_moment
 
 CHUNK = {"cpu": 1 << 22, "cuda": 1 << 24}
 """Per-example gradients, and patches, are made of at most this many numbers at a time: what fits a cache, or what keeps
@@ -219,9 +219,9 @@ class MatrixPass(Pass):
         """The mean over examples and the sum over positions of g gᵀ: S of a Kronecker block."""
         return second_moment(self.gradients, self.gradients, False, False) * self.gradients.shape[-2]
 
-    def moments(self) -> kronecker.Statistics | packed.Statistics:
+    def moments(self) -> Statistics:
         """A and S of a Kronecker block, as they are kept."""
-        return packed.statistics(kronecker.Statistics(self.input_moment(), self.output_moment()))
+        return packed.pack_statistics(kronecker.Statistics(self.input_moment(), self.output_moment()))
 
     def square_sums(self) -> list[Tensor]:
         if (found := self._by_kernel()) is not None:

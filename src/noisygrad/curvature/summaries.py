@@ -23,8 +23,8 @@ from torch.autograd.graph import Node
 
 from noisygrad.curvature.capture import Record
 from noisygrad.curvature.passes import MatrixPass, Pass
-from noisygrad.curvature.units import Unit
 from noisygrad.families.base import Statistics
+from noisygrad.families.units import Unit
 
 DEVICES = {"cuda"}
 """Where memory is scarce. A CPU takes the layers side by side, for which it needs them all."""
@@ -93,7 +93,7 @@ class MomentSummary(Summary):
     def of(cls, one: MatrixPass) -> MomentSummary:
         """That of a pass."""
         moments = one.moments()
-        _, outputs = moments.diagonals()
+        _, outputs = moments.diagonals()  # type: ignore[attr-defined]
         return cls(one.examples, _sizes(one, [outputs]), moments)
 
     def moments(self) -> Statistics:

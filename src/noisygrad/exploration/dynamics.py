@@ -91,7 +91,7 @@ def _noisy(**changes: object) -> NoisySettings:
 
 
 def _as_released(**changes: object) -> NoisySettings:
-    return _noisy(lr=0.01, forget_start=False, kl_clip=None, factor_every=1, **changes)
+    return _noisy(lr=0.01, fisher_start="fading", kl_clip=None, factor_every=1, **changes)
 
 
 MODELS: dict[str, DynamicsSettings] = {
@@ -288,7 +288,8 @@ class Dynamics:
         assert isinstance(learner, NoisyLearner)
         scale = learner.kl_weight / learner.num_data
         found: list[tuple[Tensor, Tensor] | Tensor] = []
-        for precision in learner.samplers:
+        for factors in learner.covariance.factors.values():
+            precision = factors.sampler
             if isinstance(precision, kronecker.Precision):
                 found.append((math.sqrt(scale) * precision.left[replica], precision.right[replica]))
             else:

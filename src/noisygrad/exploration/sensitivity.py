@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from noisygrad.curvature.capture import Capture
-from noisygrad.curvature.units import Unit
+from noisygrad.families.units import Unit
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.replicas.perceptrons import Perceptrons
 

@@ -130,6 +130,11 @@ class TensorRecord:
 class Prior(TensorRecord, ABC):
     """A prior's precision in the structure of one family."""
 
+    @property
+    @abstractmethod
+    def is_diagonal(self) -> bool:
+        """Whether weights are independent under it."""
+
     @abstractmethod
     def scaled(self, factor: float) -> Self:
         """The same prior with its precision multiplied by `factor`."""
@@ -151,13 +156,21 @@ class Prior(TensorRecord, ABC):
 class Statistics(TensorRecord, ABC):
     """The moments of one block, as a moving average or as measured on one batch."""
 
+    def averages(self) -> dict[str, Tensor]:
+        """The tensors that are moving averages, by name: all, unless a family says otherwise."""
+        return self.tensors()
+
     @torch.no_grad()
     def update_(self, measured: Self, decay: Tensor | float) -> Self:
         """In place: decay · self + (1 − decay) · measured, for every moment with the same weight."""
-        new = measured.tensors()
-        for name, tensor in self.tensors().items():
+        new = measured.averages()
+        for name, tensor in self.averages().items():
             tensor.mul_(decay).add_(new[name] * (1.0 - decay))
         return self
+
+    def refresh_basis_(self, prior: Any) -> None:
+        """In place, before a factorisation: what is no average, and follows from the averages, is made anew."""
+        del prior
 
     @torch.no_grad()
     def add_floor_(self, floor: float) -> None:
@@ -181,6 +194,10 @@ class Statistics(TensorRecord, ABC):
     def factorise(self, prior: Any, damping: float = 0.0, mode: DampingMode = "factored") -> Precision:
         """P = F̄ + Γ + damping · I for a prior Γ of the same family; raises `FactorisationError`, never returns NaN."""
 
+    def factorise_pair(self, prior: Any, damping: float, mode: DampingMode = "factored") -> tuple[Precision, Precision]:
+        """(`factorise(prior)`, `factorise(prior, damping)`), without terms that only `quad` and `to_dense` need."""
+        return self.factorise(prior, 0.0, mode).drop_terms(), self.factorise(prior, damping, mode).drop_terms()
+
 
 @dataclasses.dataclass
 class Solver(TensorRecord, ABC):
@@ -198,6 +215,10 @@ class Sampler(TensorRecord, ABC):
     @abstractmethod
     def sample(self, noise: Tensor) -> Tensor:
         """R z with R Rᵀ = P⁻¹, for standard normal z (or unit vectors, which spell out R)."""
+
+    def perturb(self, mean: Tensor, noise: Tensor, scale: float, out: Tensor) -> None:
+        """Write mean + scale · R z."""
+        torch.add(mean, self.sample(noise), alpha=scale, out=out)
 
 
 @dataclasses.dataclass

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from noisygrad.families import base
 from noisygrad.families.base import DampingMode
+from noisygrad.families.diagonal import DIAGONAL, join_units
+from noisygrad.families.family import Family, Layout, Part, PrecisionOf, register_family, weight_precisions
+from noisygrad.families.units import Unit
 from noisygrad.kernels.factorisation import FactorisationError, inverse_root, not_positive, rounding_floor
+
+LARGEST = 20_000
+"""A dense block of more weights than this (3 GB in float64) is refused with advice instead of an out-of-memory."""
 
 
 @dataclasses.dataclass
@@ -20,6 +26,11 @@ class Prior(base.Prior):
 
     precision: Tensor
     diagonal: bool
+
+    @property
+    def is_diagonal(self) -> bool:
+        """Whether it is given by its diagonal."""
+        return self.diagonal
 
     @classmethod
     def from_precision(cls, columns: Tensor) -> Self:
@@ -132,3 +143,73 @@ def _apply(matrix: Tensor, vector: Tensor) -> Tensor:
     columns = vector.flatten(0, extra - 1).movedim(0, -1)
     product: Tensor = (matrix @ columns).movedim(-1, 0).unflatten(0, vector.shape[:extra])
     return product
+
+
+class Dense(Family):
+    """All layers with per-example gradients in one block."""
+
+    name: ClassVar[str] = "full"
+    layout: ClassVar[Layout] = "rows"
+
+    def partition(self, units: Sequence[Unit], every_unit: Sequence[Unit]) -> Iterator[Part]:
+        """One block of all layers that are known; a parameter of unknown use is diagonal."""
+        del every_unit
+        together = [unit for unit in units if unit.kind != "other"]
+        size = sum(unit.size for unit in together)
+        if size > LARGEST:
+            raise ValueError(
+                f"a full covariance over {size} weights needs a matrix of {size}×{size}; at most {LARGEST} are "
+                "supported. Use NoisyKFAC or NoisyBlockTridiagonal, or freeze layers"
+            )
+        if together:
+            yield Part("all", self, tuple(together))
+        if rest := [unit for unit in units if unit.kind == "other"]:
+            yield Part("diagonal", DIAGONAL, tuple(rest))
+
+    def identity(
+        self,
+        units: Sequence[Unit],
+        batch: Sequence[int],
+        prior: base.Prior,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Statistics:
+        """F = I."""
+        del prior
+        return Statistics.identity(batch, sum(unit.size for unit in units), dtype=dtype, device=device)
+
+    def measure(self, units: Sequence[Unit], passes: Mapping[str, Any], current: base.Statistics) -> Statistics:
+        """The second moment of gradients; a layer that took no part has none."""
+        del current
+        rows = {unit.name: [passes[unit.name].rows()] for unit in units if unit.name in passes}
+        return Statistics.measure(join_units(units, rows))
+
+    def prior(
+        self,
+        units: Sequence[Unit],
+        batch: Sequence[int],
+        precision_of: PrecisionOf,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Prior:
+        """A precision for each weight."""
+        return Prior(weight_precisions(units, batch, precision_of, dtype=dtype, device=device), diagonal=True)
+
+    def cost(self, units: Sequence[Unit]) -> float:
+        """The cube of the size."""
+        return float(sum(unit.size for unit in units)) ** 3
+
+    def pieces(self, units: Sequence[Unit], statistics: base.Statistics) -> list[tuple[str, Tensor]]:
+        """Each layer's part of the diagonal: by the inequality of Cauchy and Schwarz the rest is finite if it is."""
+        diagonal = statistics.tensors()["fisher"].diagonal(dim1=-2, dim2=-1)
+        parts = diagonal.split([unit.size for unit in units], dim=-1)
+        return [(unit.name, part) for unit, part in zip(units, parts, strict=True)]
+
+    def fitted_prior_shapes(self, statistics: base.Statistics) -> dict[str, torch.Size]:
+        """A matrix like F."""
+        return {"precision": statistics.tensors()["fisher"].shape}
+
+
+DENSE = register_family(Dense())

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from noisygrad.families import base
-from noisygrad.families.base import DampingMode, map_constant_rows
+from noisygrad.families.base import DampingMode, constant_rows, joined, map_constant_rows
+from noisygrad.families.family import (
+    Family,
+    Layout,
+    Part,
+    Piece,
+    PrecisionOf,
+    Reads,
+    register_family,
+    weight_precisions,
+)
+from noisygrad.families.units import Unit
 from noisygrad.kernels.factorisation import capturing, factorisation_error, not_positive
+from noisygrad.kernels.threads import run_in_threads
+
+LARGE = 100_000
+"""From this many weights on, the statistics of a CPU's layers are taken in several threads."""
 
 
 @dataclasses.dataclass
@@ -20,6 +36,11 @@ class Prior(base.Prior):
     """A precision per weight, `[..., n]`; 0 is an improper prior."""
 
     precision: Tensor
+
+    @property
+    def is_diagonal(self) -> bool:
+        """Always."""
+        return True
 
     @classmethod
     def from_precision(cls, columns: Tensor) -> Self:
@@ -103,6 +124,10 @@ class Precision(base.Precision):
         """z / √p."""
         return noise * self.inverse_root
 
+    def perturb(self, mean: Tensor, noise: Tensor, scale: float, out: Tensor) -> None:
+        """Write mean + scale · z / √p."""
+        torch.addcmul(mean, noise, self.inverse_root, value=scale, out=out)
+
     def quad(self, vector: Tensor) -> Tensor:
         """Σ p_j v_j²."""
         return (self.diagonal * vector.square()).sum(-1)
@@ -136,6 +161,10 @@ class Root(base.Sampler):
         """z / √p."""
         return noise * self.inverse_root
 
+    def perturb(self, mean: Tensor, noise: Tensor, scale: float, out: Tensor) -> None:
+        """Write mean + scale · z / √p."""
+        torch.addcmul(mean, noise, self.inverse_root, value=scale, out=out)
+
 
 @dataclasses.dataclass
 class Divisor(base.Solver):
@@ -146,3 +175,96 @@ class Divisor(base.Solver):
     def solve(self, vector: Tensor) -> Tensor:
         """v / p."""
         return vector / self.diagonal
+
+
+class Diagonal(Family):
+    """All layers of a param group in one block."""
+
+    name: ClassVar[str] = "diagonal"
+    layout: ClassVar[Layout] = "memory"
+    reads: ClassVar[Reads] = "squares"
+    factors_wait: ClassVar[bool] = False
+
+    def partition(self, units: Sequence[Unit], every_unit: Sequence[Unit]) -> Iterator[Part]:
+        """One block of all."""
+        del every_unit
+        if units:
+            yield Part("all", self, tuple(units))
+
+    def identity(
+        self,
+        units: Sequence[Unit],
+        batch: Sequence[int],
+        prior: base.Prior,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Statistics:
+        """f = 1."""
+        del prior
+        return Statistics.identity(batch, sum(unit.size for unit in units), dtype=dtype, device=device)
+
+    def measure(self, units: Sequence[Unit], passes: Mapping[str, Any], current: base.Statistics) -> Statistics:
+        """The mean of squared gradients; a layer that took no part has none."""
+        seen = [unit for unit in units if unit.name in passes]
+        on_cpu = next(iter(current.tensors().values())).device.type == "cpu"
+        works = [partial(passes[unit.name].layout_squares, unit) for unit in seen]
+        found = run_in_threads(works, when=on_cpu and sum(unit.size for unit in units) >= LARGE)
+        pieces = dict(zip([unit.name for unit in seen], found, strict=True))
+        return Statistics(join_units(units, pieces).div_(passes[seen[0].name].examples))
+
+    def prior(
+        self,
+        units: Sequence[Unit],
+        batch: Sequence[int],
+        precision_of: PrecisionOf,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Prior:
+        """A precision for each weight; where all have the same, it is in memory once."""
+        different = {precision_of(slot.parameter) for unit in units for slot in unit.slots}
+        if len(different) == 1:
+            size = sum(unit.size for unit in units)
+            return Prior(constant_rows(different.pop(), (*batch, size), dtype=dtype, device=device))
+        return Prior(weight_precisions(units, batch, precision_of, dtype=dtype, device=device))
+
+    def cost(self, units: Sequence[Unit]) -> float:
+        """One operation for each weight."""
+        return float(sum(unit.size for unit in units))
+
+    def pieces(self, units: Sequence[Unit], statistics: base.Statistics) -> list[tuple[str, Tensor]]:
+        """The part of each layer."""
+        parts = statistics.tensors()["fisher"].split([unit.size for unit in units], dim=-1)
+        return [(unit.name, part) for unit, part in zip(units, parts, strict=True)]
+
+    def split(self, units: Sequence[Unit], precision: base.Precision, prior: base.Prior) -> Iterator[Piece]:
+        """Layer by layer, since their weights have nothing to do with each other."""
+        first = 0
+        for unit in units:
+            rows = slice(first, first + unit.size)
+            yield Piece(
+                unit.name,
+                (unit,),
+                first,
+                precision.map(lambda tensor, rows=rows: tensor[..., rows]),
+                prior.map(lambda tensor, rows=rows: tensor[..., rows]),
+            )
+            first += unit.size
+
+
+def join_units(units: Sequence[Unit], pieces: Mapping[str, Sequence[Tensor]]) -> Tensor:
+    """The layers' vectors, each in pieces, end to end; zeros for a layer that has none."""
+    like = next(iter(pieces.values()))[0]
+    found = [pieces.get(unit.name) or [like.new_zeros(*like.shape[:-1], unit.size)] for unit in units]
+    return joined([piece for several in found for piece in several])
+
+
+def rest_as_diagonal(units: Sequence[Unit]) -> Iterator[Part]:
+    """The layers for which another family has no structure, as one diagonal block."""
+    if units:
+        notes = {unit.name: f"{unit.layer}: diagonal" for unit in units if not unit.note}
+        yield Part("diagonal", DIAGONAL, tuple(units), notes)
+
+
+DIAGONAL = register_family(Diagonal())

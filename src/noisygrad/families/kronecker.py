@@ -8,141 +8,31 @@ one, used on roots and inverses.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from noisygrad.families import base
 from noisygrad.families.base import DampingMode
-from noisygrad.kernels.factorisation import factorisation_error, inverse_root, rounding_floor, symmetric_eigh
-from noisygrad.kernels.moments import between, gram, second_moment, times_lower, wide_product
-from noisygrad.kernels.products import matmul
+from noisygrad.families.diagonal import rest_as_diagonal
+from noisygrad.families.factors import (
+    Prior,
+    congruence_diagonal,
+    damped_factors,
+    in_eigenbasis,
+    kronecker_product,
+    whitener,
+    with_damping,
+)
+from noisygrad.families.family import Family, Part, PrecisionOf, Reads, column_precisions, register_family
+from noisygrad.families.units import Unit
+from noisygrad.kernels.factorisation import inverse_root, symmetric_eigh
+from noisygrad.kernels.products import LARGE_SIDE, between, gram, matmul, second_moment, wide_product
+from noisygrad.kernels.triangles import times_large_lower
 
-_LARGEST_PI = 1e8
-
-
-@dataclasses.dataclass
-class Prior(base.Prior):
-    """Γ = outputs ⊗ inputs: vectors `[..., out]` and `[..., in]` if `diagonal`, else square matrices."""
-
-    inputs: Tensor
-    outputs: Tensor
-    diagonal: bool
-
-    @classmethod
-    def from_columns(cls, columns: Tensor, outputs: int) -> Self:
-        """The prior whose precision depends on the column (the input) only, `[..., in]`."""
-        return cls(columns, columns.new_ones(*columns.shape[:-1], outputs), diagonal=True)
-
-    def scaled(self, factor: float) -> Self:
-        """Γ times `factor`."""
-        return dataclasses.replace(self, outputs=self.outputs * factor)
-
-    def quad(self, vector: Tensor) -> Tensor:
-        """⟨X, Γ_S X Γ_A⟩."""
-        return (vector * self.times(vector)).sum(-1)
-
-    def times(self, vector: Tensor) -> Tensor:
-        """Γ_S X Γ_A."""
-        matrix = vector.reshape(*vector.shape[:-1], self.outputs.shape[-1], self.inputs.shape[-1])
-        if self.diagonal:
-            return (self.outputs[..., :, None] * matrix * self.inputs[..., None, :]).flatten(-2)
-        return (self.outputs @ matrix @ self.inputs).flatten(-2)
-
-    def logdet(self) -> Tensor:
-        """in · log |Γ_S| + out · log |Γ_A|."""
-        inputs, outputs = (
-            factor.log().sum(-1) if self.diagonal else torch.linalg.slogdet(factor).logabsdet
-            for factor in (self.inputs, self.outputs)
-        )
-        return self.inputs.shape[-1] * outputs + self.outputs.shape[-1] * inputs
-
-    def matrices(self) -> tuple[Tensor, Tensor]:
-        """(Γ_S, Γ_A) as matrices."""
-        if self.diagonal:
-            return torch.diag_embed(self.outputs), torch.diag_embed(self.inputs)
-        return self.outputs, self.inputs
-
-
-@dataclasses.dataclass
-class DampedFactors:
-    """A^γ = cA·A + pA·Γ_A and S^γ = cS·S + pS·Γ_S, with the four coefficients and the least eigenvalues, `[...]`."""
-
-    inputs: Tensor
-    outputs: Tensor
-    fisher_inputs: Tensor
-    fisher_outputs: Tensor
-    prior_inputs: Tensor
-    prior_outputs: Tensor
-    floor_inputs: Tensor
-    floor_outputs: Tensor
-
-
-def damped_factors(inputs: Tensor, outputs: Tensor, prior: Prior) -> DampedFactors:
-    """Equation (11) of the paper: add the prior to each factor, A^γ = A + πΓ_A and S^γ = S + Γ_S/π.
-
-    π balances the traces, π² = (tr A / tr Γ_A) / (tr S / tr Γ_S), which for Γ = γI is the paper's: A + π'√γ I with
-    π'² = (tr A / dim A) / (tr S / dim S), however γ is divided between Γ_A and Γ_S. Where S ⊗ A = 0 (a dead layer) the
-    result is the prior. A 1×1 factor becomes 1, its value multiplied into the other factor: then the sum is exact.
-    """
-    a, s = _trace(inputs, False), _trace(outputs, False)
-    prior_a, prior_s = _trace(prior.inputs, prior.diagonal), _trace(prior.outputs, prior.diagonal)
-    # NaN counts as alive, so that it reaches the factorisation, which raises.
-    alive = ~((a <= torch.finfo(a.dtype).tiny) | (s <= torch.finfo(s.dtype).tiny))
-    if outputs.shape[-1] == 1:
-        share = _fisher_share(a * s, prior_a * prior_s, alive, prior.diagonal)
-        c_a, p_a, (c_s, p_s) = alive * s, prior_s, _unit_coefficients(s, prior_s, share)
-    elif inputs.shape[-1] == 1:
-        share = _fisher_share(a * s, prior_a * prior_s, alive, prior.diagonal)
-        c_s, p_s, (c_a, p_a) = alive * a, prior_a, _unit_coefficients(a, prior_a, share)
-    else:
-        upper, lower = a.sqrt() * prior_s.sqrt(), s.sqrt() * prior_a.sqrt()
-        balanced = alive & (upper > 0) & (lower > 0)
-        pi = (torch.where(balanced, upper, 1.0) / torch.where(balanced, lower, 1.0)).clamp(1 / _LARGEST_PI, _LARGEST_PI)
-        c_a = c_s = alive.to(a.dtype)
-        p_a, p_s = pi, 1.0 / pi
-    damped_a = _combine(c_a, inputs, p_a, prior.inputs, prior.diagonal)
-    damped_s = _combine(c_s, outputs, p_s, prior.outputs, prior.diagonal)
-    if outputs.shape[-1] == 1:
-        damped_s = torch.ones_like(damped_s)
-    elif inputs.shape[-1] == 1:
-        damped_a = torch.ones_like(damped_a)
-    floor_a, floor_s = p_a * _floor(prior.inputs, prior.diagonal), p_s * _floor(prior.outputs, prior.diagonal)
-    return DampedFactors(damped_a, damped_s, c_a, c_s, p_a, p_s, floor_a, floor_s)
-
-
-def _fisher_share(fisher: Tensor, prior: Tensor, alive: Tensor, diagonal: bool) -> Tensor:
-    """How much of a 1×1 factor, which becomes 1, is the Fisher's.
-
-    It matters only to the couplings between layers (`tridiagonal`), which it weighs: those of the Fisher fully, unless
-    the prior has couplings too; then each has its share of the trace.
-    """
-    if diagonal:
-        return alive.to(fisher.dtype)
-    return alive * fisher / (fisher + prior).clamp(min=torch.finfo(fisher.dtype).tiny)
-
-
-def _unit_coefficients(scalar: Tensor, prior: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """(c, p) with c · scalar + p · prior = 1, of which `share` is the first part."""
-    return share / torch.where(share > 0, scalar, 1.0), (1.0 - share) / torch.where(prior > 0, prior, 1.0)
-
-
-def with_damping(prior: Prior, damping: float) -> Prior:
-    """Γ + γ_ex I: exact for a diagonal prior with constant outputs, by equation (11) for a matrix prior."""
-    if damping == 0.0:
-        return prior
-    if not prior.diagonal:
-        isotropic = Prior.from_columns(torch.full_like(prior.inputs[..., 0], damping), prior.outputs.shape[-1])
-        damped = damped_factors(prior.inputs, prior.outputs, isotropic)
-        return Prior(damped.inputs, damped.outputs, diagonal=False)
-    # The constant moves from the outputs to the columns, where the damping can be added to it.
-    constant = prior.outputs.mean(-1, keepdim=True)
-    improper = constant == 0
-    outputs = torch.where(improper, torch.ones_like(prior.outputs), prior.outputs / constant)
-    return Prior(prior.inputs * constant + damping, outputs, diagonal=True)
+__all__ = ["KRONECKER", "Inverse", "Kronecker", "Precision", "Prior", "Statistics"]
 
 
 @dataclasses.dataclass
@@ -185,11 +75,15 @@ class Statistics(base.Statistics):
         prior = with_damping(prior, damping)
         return self._factorise_exactly(prior) if mode == "exact" else self._factorise_factors(prior)
 
-    def factorise_twice(self, prior: Prior, damping: float) -> tuple[Precision, Precision]:
-        """(`factorise(prior)`, `factorise(prior, damping)`), factored, without their terms: one batch of twice as many.
+    def factorise_pair(
+        self, prior: Prior, damping: float, mode: DampingMode = "factored"
+    ) -> tuple[base.Precision, base.Precision]:
+        """(`factorise(prior)`, `factorise(prior, damping)`), without their terms; factored, one batch of twice as many.
 
         A GPU is idle between the many small operations that make a factor, so half of them is half of the time.
         """
+        if mode == "exact":
+            return super().factorise_pair(prior, damping, mode)
         priors = [each.tensors() for each in (prior, with_damping(prior, damping))]
         both = prior.with_tensors({name: torch.stack([each[name] for each in priors]) for name in priors[0]})
         twice = self.map(lambda tensor: tensor.expand(2, *tensor.shape))._factorise_factors(both).drop_terms()
@@ -210,8 +104,8 @@ class Statistics(base.Statistics):
         )
 
     def _factorise_exactly(self, prior: Prior) -> Precision:
-        root_s, logdet_s = _whitener(prior.outputs, prior.diagonal)
-        root_a, logdet_a = _whitener(prior.inputs, prior.diagonal)
+        root_s, logdet_s = whitener(prior.outputs, prior.diagonal)
+        root_a, logdet_a = whitener(prior.inputs, prior.diagonal)
         s, left = symmetric_eigh(root_s.mT @ self.outputs @ root_s)
         a, right = symmetric_eigh(root_a.mT @ self.inputs @ root_a)
         spectrum = s[..., :, None] * a[..., None, :] + 1.0
@@ -269,7 +163,9 @@ class Precision(base.Precision):
             return between(self.left, matrix, self.right.mT).flatten(-2)
         if matrix.dim() > self.left.dim():
             return between(self.left, matrix, self.right.mT).flatten(-2)
-        return times_lower(matmul(self.left, matrix), self.right.mT).flatten(-2)
+        product, lower = matmul(self.left, matrix), self.right.mT
+        large = lower.shape[-1] >= LARGE_SIDE
+        return (times_large_lower(product, lower) if large else matmul(product, lower)).flatten(-2)
 
     def quad(self, vector: Tensor) -> Tensor:
         """Σᵢ ⟨X, Sᵢ X Aᵢ⟩."""
@@ -336,47 +232,80 @@ class Inverse(base.Solver):
         return matmul(matmul(self.left, matrix), self.right).flatten(-2)
 
 
-def in_eigenbasis(noise: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """E_Sᵀ Z E_A: as standard normal as Z, and it makes the square root independent of the choice of eigenvectors.
+class Kronecker(Family):
+    """A block for each layer with a matrix, or for each of the groups of a convolution."""
 
-    Their signs, and their directions where eigenvalues are equal, hang on rounding; a draw should not.
-    """
-    return between(left.mT, noise, right)
+    name: ClassVar[str] = "kronecker"
+    reads: ClassVar[Reads] = "moments"
+    damping_modes: ClassVar[tuple[DampingMode, ...]] = ("factored", "exact")
+    stackable: ClassVar[bool] = True
+
+    def partition(self, units: Sequence[Unit], every_unit: Sequence[Unit]) -> Iterator[Part]:
+        """One block for each matrix; all else is diagonal."""
+        del every_unit
+        for unit in units:
+            if unit.kind == "matrix":
+                yield Part(unit.name, self, (unit,))
+        yield from rest_as_diagonal([unit for unit in units if unit.kind != "matrix"])
+
+    def identity(
+        self,
+        units: Sequence[Unit],
+        batch: Sequence[int],
+        prior: base.Prior,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> base.Statistics:
+        """A = I and S = I."""
+        del prior
+        (unit,) = units
+        return Statistics.identity(batch, unit.outputs, unit.inputs, dtype=dtype, device=device)
+
+    def measure(self, units: Sequence[Unit], passes: Mapping[str, Any], current: base.Statistics) -> base.Statistics:
+        """A and S of the layer."""
+        del current
+        (unit,) = units
+        measured: base.Statistics = passes[unit.name].moments()
+        return measured
+
+    def unmeasured(self, current: base.Statistics) -> base.Statistics:
+        """S = 0, and A as it was."""
+        nothing = current.map(torch.zeros_like)
+        before = current.tensors()
+        for name, tensor in nothing.tensors().items():
+            if name.startswith("inputs"):
+                tensor.copy_(before[name])
+        return nothing
+
+    def prior(
+        self,
+        units: Sequence[Unit],
+        batch: Sequence[int],
+        precision_of: PrecisionOf,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Prior:
+        """A precision for each column of [W | b]."""
+        (unit,) = units
+        return Prior.from_columns(
+            column_precisions(unit, batch, precision_of, dtype=dtype, device=device), unit.outputs
+        )
+
+    def cost(self, units: Sequence[Unit]) -> float:
+        """The cubes of the factors' sizes."""
+        return float(sum(unit.groups * (unit.outputs**3 + unit.inputs**3) for unit in units))
+
+    def pieces(self, units: Sequence[Unit], statistics: base.Statistics) -> list[tuple[str, Tensor]]:
+        """The diagonals: by the inequality of Cauchy and Schwarz the rest of a moment is finite if they are."""
+        (unit,) = units
+        inputs, outputs = statistics.diagonals()  # type: ignore[attr-defined]
+        return [(unit.name, inputs), (unit.name, outputs)]
+
+    def traceable(self, mode: DampingMode) -> bool:
+        """Exact damping takes eigenvectors."""
+        return mode == "factored"
 
 
-def kronecker_product(left: Tensor, right: Tensor) -> Tensor:
-    """`torch.kron` of the last two dimensions, batched over the others."""
-    product = left[..., :, None, :, None] * right[..., None, :, None, :]
-    return product.flatten(-4, -3).flatten(-2, -1)
-
-
-def congruence_diagonal(basis: Tensor, factor: Tensor, diagonal: bool) -> Tensor:
-    """The diagonal of basisᵀ factor basis; `factor` is given by its own diagonal if `diagonal`."""
-    weighted = factor[..., :, None] * basis if diagonal else factor @ basis
-    return (basis * weighted).sum(-2)
-
-
-def _trace(factor: Tensor, diagonal: bool) -> Tensor:
-    return (factor if diagonal else factor.diagonal(dim1=-2, dim2=-1)).sum(-1)
-
-
-def _floor(factor: Tensor, diagonal: bool) -> Tensor:
-    return factor.amin(-1) if diagonal else rounding_floor(factor)
-
-
-def _combine(c: Tensor, factor: Tensor, p: Tensor, prior: Tensor, diagonal: bool) -> Tensor:
-    combined = c[..., None, None] * factor
-    if diagonal:
-        combined.diagonal(dim1=-2, dim2=-1).add_(p[..., None] * prior)
-        return combined
-    return combined.add_(p[..., None, None] * prior)
-
-
-def _whitener(factor: Tensor, diagonal: bool) -> tuple[Tensor, Tensor]:
-    """(W, log |factor|) with W Wᵀ = factor⁻¹."""
-    if not diagonal:
-        return inverse_root(factor, rounding_floor(factor))
-    if not bool(((factor > 0) & torch.isfinite(factor)).all()):
-        condition = math.inf if bool(torch.isfinite(factor).all()) else math.nan
-        raise factorisation_error(factor.shape[-1], condition, float(factor.min()))
-    return torch.diag_embed(factor.rsqrt()), factor.log().sum(-1)
+KRONECKER = register_family(Kronecker())

@@ -12,7 +12,7 @@ from typing import Self, TypeVar
 import torch
 from torch import Tensor
 
-from noisygrad.families import base, kronecker
+from noisygrad.families import base, factors, kronecker
 from noisygrad.families.base import DampingMode
 from noisygrad.kernels import triangles
 from noisygrad.kernels.triangles import Bands
@@ -56,7 +56,7 @@ class Statistics(base.Statistics):
         triangles.add_to_diagonal_(self.outputs, floor / scale.clamp(min=torch.finfo(scale.dtype).tiny))
 
     def factorise(
-        self, prior: kronecker.Prior, damping: float = 0.0, mode: DampingMode = "factored"
+        self, prior: factors.Prior, damping: float = 0.0, mode: DampingMode = "factored"
     ) -> kronecker.Precision:
         """That of the whole."""
         return self.unpacked().factorise(prior, damping, mode)
@@ -128,13 +128,15 @@ class Factors(base.SolverSampler):
         return triangles.times_lower(triangles.upper_times(self.left, matrix), self.right).flatten(-2)
 
 
-def statistics(whole: kronecker.Statistics) -> kronecker.Statistics | Statistics:
-    """The moments in bands, where that pays."""
+def pack_statistics(whole: base.Statistics) -> base.Statistics:
+    """The statistics of any family, large moments in bands."""
+    if not isinstance(whole, kronecker.Statistics):
+        return whole
     return Statistics.of(whole) if triangles.use_bands(whole.inputs) or triangles.use_bands(whole.outputs) else whole
 
 
-def factors(whole: Record) -> Record | Factors:
-    """What steps or draws need in bands, where that pays and there is no eigenbasis."""
+def pack_factors(whole: Record) -> Record | Factors:
+    """What steps or draws of any family need, large factors in bands where there is no eigenbasis."""
     if isinstance(whole, kronecker.Precision) and whole.spectrum is not None:
         return whole
     if not isinstance(whole, kronecker.Precision | kronecker.Inverse):

@@ -1,91 +1,29 @@
-"""The block-tridiagonal family: consecutive layers are correlated (Martens & Grosse 2015, section 4.3).
+"""The block-tridiagonal family: the Fisher of consecutive Linear layers, damped by equation (11), as a chain.
 
-A chain of layers i = 1 … L has the Fisher blocks F_ii = S_i ⊗ A_i and F_{i,i+1} = Gx_i ⊗ Ax_i. P is the precision that
-has these (damped) blocks and whose *inverse* is block-tridiagonal:
-
-    P⁻¹ = Ξᵀ Λ Ξ,   Ξ = I − (Ψ_i above the diagonal),   Ψ_i = F_{i,i+1} F_{i+1,i+1}⁻¹ = ΨG_i ⊗ ΨA_i,
-    Λ_i = Σ_i⁻¹,     Σ_i = F_ii − Ψ_i F_{i+1,i+1} Ψ_iᵀ   (Σ_L = F_LL).
-
-Σ_i is a difference of two Kronecker products. In the basis that makes the first one the identity and the second one
-diagonal it is R_i = 1 − s2 s1ᵀ, where s1, s2 are the squared canonical correlations of the two layers' inputs and of
-their output gradients: Λ_i = (K2 ⊗ K1) diag(1/R_i) (K2 ⊗ K1)ᵀ.
+The algebra of such Gaussians is in `chain`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from noisygrad.families import base, kronecker
+from noisygrad.families import base, factors, kronecker
 from noisygrad.families.base import DampingMode
-from noisygrad.families.kronecker import congruence_diagonal, damped_factors, in_eigenbasis
-from noisygrad.kernels.factorisation import FactorisationError, inverse_root, rounding_floor, symmetric_eigh
-from noisygrad.kernels.moments import between, second_moment
+from noisygrad.families.chain import Blocks, Precision, Prior, factorise_blocks
+from noisygrad.families.diagonal import rest_as_diagonal
+from noisygrad.families.factors import damped_factors
+from noisygrad.families.family import Family, Part, PrecisionOf, column_precisions, register_family
+from noisygrad.families.kronecker import KRONECKER
+from noisygrad.families.units import Unit
+from noisygrad.kernels.products import second_moment
 
-
-@dataclasses.dataclass
-class Prior(base.Prior):
-    """Γ: independent layers, by vectors per layer, if `diagonal`; else an earlier fit's blocks, with its couplings."""
-
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    cross_inputs: tuple[Tensor, ...]
-    cross_outputs: tuple[Tensor, ...]
-    diagonal: bool
-
-    @classmethod
-    def from_columns(cls, columns: Sequence[Tensor], outputs: Sequence[int]) -> Self:
-        """The prior whose precision depends on the layer and the column only, `[..., in_i]` for each layer."""
-        ones = tuple(c.new_ones(*c.shape[:-1], size) for c, size in zip(columns, outputs, strict=True))
-        return cls(tuple(columns), ones, (), (), diagonal=True)
-
-    def scaled(self, factor: float) -> Self:
-        """Γ times `factor`."""
-        return dataclasses.replace(
-            self,
-            outputs=tuple(outputs * factor for outputs in self.outputs),
-            cross_outputs=tuple(cross * factor for cross in self.cross_outputs),
-        )
-
-    def quad(self, vector: Tensor) -> Tensor:
-        """vᵀ Γ v."""
-        return (vector * self.times(vector)).sum(-1)
-
-    def times(self, vector: Tensor) -> Tensor:
-        """Γ v; the first call for a fitted prior factorises its blocks, which are then kept."""
-        if not self.diagonal:
-            return self._factorised().times(vector)
-        rows = [s[..., :, None] * a[..., None, :] for s, a in zip(self.outputs, self.inputs, strict=True)]
-        return vector * _join(rows)
-
-    def logdet(self) -> Tensor:
-        """log |Γ|."""
-        if not self.diagonal:
-            return self._factorised().logdet()
-        return torch.stack([layer.logdet() for layer in self.layers()]).sum(0)
-
-    def copy_(self, other: Self) -> Self:
-        """Overwrite the tensors in place, and forget the factorisation of the old ones."""
-        super().copy_(other)
-        self.__dict__.pop("_factors", None)
-        return self
-
-    def layers(self) -> list[kronecker.Prior]:
-        """The diagonal blocks."""
-        return [kronecker.Prior(a, s, self.diagonal) for a, s in zip(self.inputs, self.outputs, strict=True)]
-
-    def _factorised(self) -> Precision:
-        # Not a field: it is derived, and neither saved nor copied. The prior is multiplied with at every step.
-        factors: Precision | None = self.__dict__.get("_factors")
-        if factors is None:
-            floors = [(rounding_floor(a), rounding_floor(s)) for a, s in zip(self.inputs, self.outputs, strict=True)]
-            factors = self.__dict__["_factors"] = _factorise_blocks(self, floors)
-        return factors
+__all__ = ["TRIDIAGONAL", "Precision", "Prior", "Statistics", "Tridiagonal", "damp", "with_damping"]
 
 
 @dataclasses.dataclass
@@ -157,26 +95,26 @@ class Statistics(base.Statistics):
                 'the block-tridiagonal family supports damping_mode="factored" only; use NoisyKFAC for exact damping'
             )
         blocks, floors = damp(self, with_damping(prior, damping))
-        return _factorise_blocks(blocks, floors)
+        return factorise_blocks(blocks, floors)
 
 
-def damp(moments: Statistics | Prior, prior: Prior) -> tuple[Statistics, list[tuple[Tensor, Tensor]]]:
+def damp(moments: Blocks, prior: Prior) -> tuple[Statistics, list[tuple[Tensor, Tensor]]]:
     """Equation (11) for a chain: the damped blocks, and a floor of the eigenvalues of each (A_i, S_i).
 
     A layer's factors become c·A + p·Γ_A; a coupling becomes √(c_i c_{i+1}) Ax + √(p_i p_{i+1}) Γ_Ax. That is a
     congruence of the joint moments of each pair of layers, and of the prior's, so both stay positive semi-definite.
     """
-    factors = [damped_factors(a, s, p) for a, s, p in zip(moments.inputs, moments.outputs, prior.layers(), strict=True)]
+    damped = [damped_factors(a, s, p) for a, s, p in zip(moments.inputs, moments.outputs, prior.layers(), strict=True)]
 
-    own_a, own_s = [f.fisher_inputs for f in factors], [f.fisher_outputs for f in factors]
-    prior_a, prior_s = [f.prior_inputs for f in factors], [f.prior_outputs for f in factors]
+    own_a, own_s = [f.fisher_inputs for f in damped], [f.fisher_outputs for f in damped]
+    prior_a, prior_s = [f.prior_inputs for f in damped], [f.prior_outputs for f in damped]
     blocks = Statistics(
-        tuple(f.inputs for f in factors),
-        tuple(f.outputs for f in factors),
+        tuple(f.inputs for f in damped),
+        tuple(f.outputs for f in damped),
         _couple((moments.cross_inputs, own_a), (prior.cross_inputs, prior_a)),
         _couple((moments.cross_outputs, own_s), (prior.cross_outputs, prior_s)),
     )
-    return blocks, [(f.floor_inputs, f.floor_outputs) for f in factors]
+    return blocks, [(f.floor_inputs, f.floor_outputs) for f in damped]
 
 
 def with_damping(prior: Prior, damping: float) -> Prior:
@@ -184,184 +122,11 @@ def with_damping(prior: Prior, damping: float) -> Prior:
     if damping == 0.0:
         return prior
     if prior.diagonal:
-        layers = [kronecker.with_damping(layer, damping) for layer in prior.layers()]
+        layers = [factors.with_damping(layer, damping) for layer in prior.layers()]
         return Prior(tuple(p.inputs for p in layers), tuple(p.outputs for p in layers), (), (), diagonal=True)
     columns = [torch.full_like(inputs[..., 0], damping) for inputs in prior.inputs]
     blocks, _ = damp(prior, Prior.from_columns(columns, [outputs.shape[-1] for outputs in prior.outputs]))
     return Prior(blocks.inputs, blocks.outputs, blocks.cross_inputs, blocks.cross_outputs, diagonal=False)
-
-
-@dataclasses.dataclass
-class Precision(base.Precision):
-    """P⁻¹ = Ξᵀ Λ Ξ of a chain: ΨA and ΨG per pair; K1 = `right`, K2 = `left`, R = `spectrum` per layer; P's blocks."""
-
-    psi_inputs: tuple[Tensor, ...]
-    psi_outputs: tuple[Tensor, ...]
-    left: tuple[Tensor, ...]
-    right: tuple[Tensor, ...]
-    spectrum: tuple[Tensor, ...]
-    left_basis: tuple[Tensor, ...]
-    right_basis: tuple[Tensor, ...]
-    log_determinant: Tensor
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    cross_inputs: tuple[Tensor, ...]
-    cross_outputs: tuple[Tensor, ...]
-
-    def drop_terms(self) -> Self:
-        """A copy without P's blocks, that can only solve, sample and take traces, for caches used at every step."""
-        return dataclasses.replace(self, inputs=(), outputs=(), cross_inputs=(), cross_outputs=())
-
-    def solve(self, vector: Tensor) -> Tensor:
-        """Ξᵀ Λ Ξ v."""
-        parts = self._split(vector)
-        # T_i = V_i − ΨG V_{i+1} ΨAᵀ
-        parts = [
-            part - psi_s @ after @ psi_a.mT
-            for part, after, psi_s, psi_a in zip(parts, parts[1:], self.psi_outputs, self.psi_inputs, strict=False)
-        ] + parts[-1:]
-        layers = zip(parts, self.left, self.right, self.spectrum, strict=True)
-        return self._bottom_up([left @ ((left.mT @ part @ right) / r) @ right.mT for part, left, right, r in layers])
-
-    def sample(self, noise: Tensor) -> Tensor:
-        """Ξᵀ Λ^½ z: one pass, a moving average over the layers.
-
-        Drawing the top layer and then each lower one given the one above would have covariance P, not P⁻¹.
-        """
-        parts = self._split(noise)
-        for i, bases in enumerate(zip(self.left_basis, self.right_basis, strict=True)):
-            parts[i] = in_eigenbasis(parts[i], *bases)
-        layers = zip(parts, self.left, self.right, self.spectrum, strict=True)
-        return self._bottom_up([between(left, part * r.rsqrt(), right.mT) for part, left, right, r in layers])
-
-    def times(self, vector: Tensor) -> Tensor:
-        """P v = Ξ⁻¹ Λ⁻¹ Ξ⁻ᵀ v."""
-        parts = [self._conditional(i, part) for i, part in enumerate(self._ascend(vector))]
-        for i in reversed(range(len(self.psi_outputs))):
-            parts[i] = parts[i] + self.psi_outputs[i] @ parts[i + 1] @ self.psi_inputs[i].mT
-        return _join(parts)
-
-    def quad(self, vector: Tensor) -> Tensor:
-        """Σ_i ⟨U_i, Σ_i U_i⟩ with u = Ξ⁻ᵀ v."""
-        parts = enumerate(self._ascend(vector))
-        return torch.stack([(part * self._conditional(i, part)).sum((-2, -1)) for i, part in parts]).sum(0)
-
-    def logdet(self) -> Tensor:
-        """Σ_i log |Σ_i|: Ξ has a unit diagonal."""
-        return self.log_determinant
-
-    def trace(self, prior: base.Prior) -> Tensor:
-        """tr(Γ Ξᵀ Λ Ξ), which needs only Γ's own tridiagonal blocks, as P⁻¹ has no others.
-
-        With Λ_i = Σ_jk (1/R_jk) of outer products, each of the blocks Λ_i, Ψ_iᵀ Λ_i Ψ_i and −Λ_i Ψ_i (twice) is a sum
-        over j, k of a diagonal of outputs times a diagonal of inputs.
-        """
-        if not isinstance(prior, Prior):
-            raise TypeError(f"expected the tridiagonal family's Prior, got {type(prior).__module__}.Prior")
-        layers = prior.layers()
-        total = torch.zeros_like(self.log_determinant)
-        for i, (left, right, r) in enumerate(zip(self.left, self.right, self.spectrum, strict=True)):
-            total = total + _block_trace(layers[i], left, right, r)
-            if i < len(self.psi_outputs):
-                psi_left, psi_right = self.psi_outputs[i].mT @ left, self.psi_inputs[i].mT @ right
-                total = total + _block_trace(layers[i + 1], psi_left, psi_right, r)
-                if not prior.diagonal:
-                    outputs = (left * (prior.cross_outputs[i] @ psi_left)).sum(-2)
-                    inputs = (right * (prior.cross_inputs[i] @ psi_right)).sum(-2)
-                    total = total - 2.0 * _weighted(outputs, inputs, r)
-        return total
-
-    def to_dense(self) -> Tensor:
-        """P, from its product with every unit vector."""
-        size = sum(left.shape[-1] * right.shape[-1] for left, right in zip(self.left, self.right, strict=True))
-        batch = self.log_determinant.shape
-        eye = torch.eye(size, dtype=self.log_determinant.dtype, device=self.log_determinant.device)
-        columns = self.times(eye.reshape(size, *(1,) * len(batch), size).expand(size, *batch, size))
-        return columns.movedim(0, -1)
-
-    def as_prior(self) -> Prior:
-        """The prior with P's blocks, couplings included: P itself."""
-        self._require_blocks()
-        return Prior(self.inputs, self.outputs, self.cross_inputs, self.cross_outputs, diagonal=False)
-
-    def _split(self, vector: Tensor) -> list[Tensor]:
-        shapes = [(left.shape[-1], right.shape[-1]) for left, right in zip(self.left, self.right, strict=True)]
-        parts = vector.split([rows * columns for rows, columns in shapes], dim=-1)
-        return [part.reshape(*part.shape[:-1], *shape) for part, shape in zip(parts, shapes, strict=True)]
-
-    def _bottom_up(self, parts: list[Tensor]) -> Tensor:
-        """Ξᵀ y: U_i = Y_i − ΨG_{i−1}ᵀ Y_{i−1} ΨA_{i−1}."""
-        below = [
-            between(psi_s.mT, y, psi_a)
-            for y, psi_s, psi_a in zip(parts, self.psi_outputs, self.psi_inputs, strict=False)
-        ]
-        return _join(parts[:1] + [part - lower for part, lower in zip(parts[1:], below, strict=True)])
-
-    def _ascend(self, vector: Tensor) -> list[Tensor]:
-        """u = Ξ⁻ᵀ v: U_{i+1} = V_{i+1} + ΨG_iᵀ U_i ΨA_i."""
-        parts = self._split(vector)
-        for i, (psi_s, psi_a) in enumerate(zip(self.psi_outputs, self.psi_inputs, strict=True)):
-            parts[i + 1] = parts[i + 1] + psi_s.mT @ parts[i] @ psi_a
-        return parts
-
-    def _conditional(self, i: int, part: Tensor) -> Tensor:
-        """Σ_i X = S_i X A_i − (ΨG S_{i+1} ΨGᵀ) X (ΨA A_{i+1} ΨAᵀ)."""
-        self._require_blocks()
-        product = self.outputs[i] @ part @ self.inputs[i]
-        if i == len(self.psi_outputs):
-            return product
-        # Ψ_i F_{i+1,i+1} = F_{i,i+1}
-        explained_s = self.psi_outputs[i] @ self.cross_outputs[i].mT
-        explained_a = self.cross_inputs[i] @ self.psi_inputs[i].mT
-        return product - explained_s @ part @ explained_a
-
-    def _require_blocks(self) -> None:
-        if not self.inputs:
-            raise RuntimeError("this Precision was stripped by drop_terms(); use the original for quad and to_dense")
-
-
-def _factorise_blocks(blocks: Statistics | Prior, floors: Sequence[tuple[Tensor, Tensor]]) -> Precision:
-    """Ξ and Λ from damped blocks, by Cholesky and one `eigh` for each side of each coupling."""
-    roots_a, roots_s, first = [], [], 0
-    for a, s, (floor_a, floor_s) in zip(blocks.inputs, blocks.outputs, floors, strict=True):
-        try:
-            roots_a.append(inverse_root(a, floor_a))
-            roots_s.append(inverse_root(s, floor_s))
-        except FactorisationError as error:
-            error.weights = [first]
-            raise
-        first += a.shape[-1] * s.shape[-1]
-    lists: list[list[Tensor]] = [[] for _ in range(7)]
-    psi_a, psi_s, left, right, spectra, bases_s, bases_a = lists
-    total = torch.zeros_like(roots_a[0][1])
-    for i, ((root_a, logdet_a), (root_s, logdet_s)) in enumerate(zip(roots_a, roots_s, strict=True)):
-        total = total + root_a.shape[-1] * logdet_s + root_s.shape[-1] * logdet_a
-        if i + 1 < len(roots_a):
-            s1 = _correlate(root_a, blocks.cross_inputs[i], roots_a[i + 1][0], bases_a, psi_a)
-            s2 = _correlate(root_s, blocks.cross_outputs[i], roots_s[i + 1][0], bases_s, psi_s)
-            spectra.append(1.0 - s2[..., :, None] * s1[..., None, :])
-        else:
-            spectra.append(torch.ones_like(root_s[..., :, :1] * root_a[..., :1, :]))
-        left.append(root_s @ bases_s[i] if i < len(bases_s) else root_s)
-        right.append(root_a @ bases_a[i] if i < len(bases_a) else root_a)
-        total = total + spectra[-1].log().sum((-2, -1))
-    psi, factors = (tuple(psi_a), tuple(psi_s)), (tuple(left), tuple(right), tuple(spectra))
-    terms = (blocks.inputs, blocks.outputs, blocks.cross_inputs, blocks.cross_outputs)
-    return Precision(*psi, *factors, tuple(bases_s), tuple(bases_a), total, *terms)
-
-
-def _correlate(root: Tensor, cross: Tensor, next_root: Tensor, bases: list[Tensor], psis: list[Tensor]) -> Tensor:
-    """Squared canonical correlations s of one side of a coupling; its basis E and its Ψ are appended to the lists.
-
-    With C = rootᵀ cross next_root, the whitened coupling, C Cᵀ = E diag(s) Eᵀ and Ψ = cross · next_root next_rootᵀ.
-    """
-    half = cross @ next_root
-    whitened = root.mT @ half
-    s, basis = symmetric_eigh(whitened @ whitened.mT)
-    bases.append(basis)
-    psis.append(half @ next_root.mT)
-    # Damping keeps every correlation below 1; rounding may not.
-    return s.clamp(max=1.0 - torch.finfo(s.dtype).eps)
 
 
 def _cross_moment(left: Tensor, right: Tensor, left_constant: bool, right_constant: bool, coupled: bool) -> Tensor:
@@ -383,14 +148,126 @@ def _couple(*sources: tuple[Sequence[Tensor], Sequence[Tensor]]) -> tuple[Tensor
     return tuple(torch.stack(terms).sum(0) for terms in zip(*weighted, strict=True))
 
 
-def _block_trace(layer: kronecker.Prior, left: Tensor, right: Tensor, spectrum: Tensor) -> Tensor:
-    outputs = congruence_diagonal(left, layer.outputs, layer.diagonal)
-    return _weighted(outputs, congruence_diagonal(right, layer.inputs, layer.diagonal), spectrum)
+class Tridiagonal(Family):
+    """A block for each run of two or more Linear layers; a matrix without a neighbour is a Kronecker block."""
+
+    name: ClassVar[str] = "tridiagonal"
+
+    def partition(self, units: Sequence[Unit], every_unit: Sequence[Unit]) -> Iterator[Part]:
+        """The chains first, then what is left of the matrices, then all else."""
+        chains = _chains(units, every_unit)
+        for chain in chains:
+            notes = {after.name: f"{after.layer}, coupled with {before.name}" for before, after in pairwise(chain)}
+            yield Part("–".join((chain[0].name, chain[-1].name)), self, tuple(chain), notes)
+        chained = {unit for chain in chains for unit in chain}
+        for unit in units:
+            if unit.kind == "matrix" and unit not in chained:
+                note = f"{unit.layer} without a neighbour to couple with: coupling zero"
+                yield Part(unit.name, KRONECKER, (unit,), {unit.name: note})
+        yield from rest_as_diagonal([unit for unit in units if unit.kind != "matrix"])
+
+    def identity(
+        self,
+        units: Sequence[Unit],
+        batch: Sequence[int],
+        prior: base.Prior,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Statistics:
+        """A_i = I, S_i = I, and no coupling."""
+        del prior
+        outputs, inputs = [unit.outputs for unit in units], [unit.inputs for unit in units]
+        return Statistics.identity(batch, outputs, inputs, dtype=dtype, device=device)
+
+    def measure(self, units: Sequence[Unit], passes: Mapping[str, Any], current: base.Statistics) -> base.Statistics:
+        """The moments of all layers; a coupling where two layers were seen at the same positions."""
+        like = next(passes[unit.name] for unit in units if unit.name in passes)
+        activations, gradients = [], []
+        for unit in units:
+            one = passes.get(unit.name)
+            if one is None:  # no gradient, in the shape of another layer's
+                activations.append(
+                    like.activations.new_zeros(*like.activations.shape[:-1], unit.inputs - unit.constant)
+                )
+                gradients.append(like.gradients.new_zeros(*like.gradients.shape[:-1], unit.outputs))
+            else:
+                activations.append(one.activations)
+                gradients.append(one.gradients)
+        seen = [unit.name in passes for unit in units]
+        constants = [passes[unit.name].constant if unit.name in passes else unit.constant for unit in units]
+        coupled = [
+            g.shape[-3:-1] == g_next.shape[-3:-1] and before and after
+            for (g, g_next), (before, after) in zip(pairwise(gradients), pairwise(seen), strict=True)
+        ]
+        measured = Statistics.measure(activations, gradients, constants, coupled)
+        if all(seen) or not isinstance(current, Statistics):
+            return measured
+        pairs = zip(seen, measured.inputs, current.inputs, strict=True)
+        return dataclasses.replace(measured, inputs=tuple(new if own else old for own, new, old in pairs)).clone()
+
+    def unmeasured(self, current: base.Statistics) -> base.Statistics:
+        """No gradients; the A_i as they were."""
+        assert isinstance(current, Statistics)
+        return dataclasses.replace(current.map(torch.zeros_like), inputs=current.clone().inputs)
+
+    def prior(
+        self,
+        units: Sequence[Unit],
+        batch: Sequence[int],
+        precision_of: PrecisionOf,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Prior:
+        """A precision for each column of each layer."""
+        columns = [column_precisions(unit, batch, precision_of, dtype=dtype, device=device) for unit in units]
+        return Prior.from_columns(columns, [unit.outputs for unit in units])
+
+    def cost(self, units: Sequence[Unit]) -> float:
+        """The cubes of the factors' sizes."""
+        return KRONECKER.cost(units)
+
+    def pieces(self, units: Sequence[Unit], statistics: base.Statistics) -> list[tuple[str, Tensor]]:
+        """All moments; a coupling is its lower layer's."""
+        assert isinstance(statistics, Statistics)
+        names = [unit.name for unit in units]
+        owners = (names, names, names[:-1], names[:-1])
+        kinds = (statistics.inputs, statistics.outputs, statistics.cross_inputs, statistics.cross_outputs)
+        return [pair for own, kind in zip(owners, kinds, strict=True) for pair in zip(own, kind, strict=True)]
+
+    def notes(self, units: Sequence[Unit], statistics: base.Statistics) -> dict[str, str]:
+        """Layers that were measured, but never together with the one before."""
+        if not isinstance(statistics, Statistics):
+            return {}
+        found = {}
+        for i, (before, after) in enumerate(pairwise(units)):
+            own = (*statistics.inputs[i : i + 2], *statistics.outputs[i : i + 2])
+            coupled = bool(statistics.cross_inputs[i].any()) or bool(statistics.cross_outputs[i].any())
+            if not coupled and not all(map(_is_identity, own)):  # which all moments are at the start
+                found[after.name] = f"{after.layer}, not coupled with {before.name}: never seen at the same positions"
+        return found
+
+    def traceable(self, mode: DampingMode) -> bool:
+        """A coupling takes eigenvectors."""
+        del mode
+        return False
 
 
-def _weighted(outputs: Tensor, inputs: Tensor, spectrum: Tensor) -> Tensor:
-    return (outputs[..., :, None] * inputs[..., None, :] / spectrum).sum((-2, -1))
+def _chains(units: Sequence[Unit], every_unit: Sequence[Unit]) -> list[list[Unit]]:
+    """Runs of two or more Linear layers that follow one another; any other layer with a matrix ends a run."""
+    chains: list[list[Unit]] = [[]]
+    mine = set(units)
+    for unit in every_unit:
+        if unit.chainable and unit in mine:
+            chains[-1].append(unit)
+        elif unit.kind in {"matrix", "embedding"}:
+            chains.append([])
+    return [chain for chain in chains if len(chain) > 1]
 
 
-def _join(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat([part.flatten(-2) for part in parts], dim=-1)
+def _is_identity(moment: Tensor) -> bool:
+    return bool((moment == torch.eye(moment.shape[-1], dtype=moment.dtype, device=moment.device)).all())
+
+
+TRIDIAGONAL = register_family(Tridiagonal())

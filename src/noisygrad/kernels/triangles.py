@@ -19,6 +19,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from noisygrad.kernels import products
 from noisygrad.kernels.products import matmul
 
 Bands: TypeAlias = tuple[Tensor, ...]
@@ -100,6 +101,13 @@ def times_lower(matrix: Tensor, bands: Sequence[Tensor]) -> Tensor:
     """X L for the lower triangular L."""
     parts = [matmul(matrix[..., start:], band) for start, _, band in _places(bands)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def times_large_lower(matrix: Tensor, lower: Tensor) -> Tensor:
+    """X L for a large lower triangular L; on a CPU without most of the products with its zeros, half of them all."""
+    if lower.is_cuda or products.use_onednn(matrix, lower):
+        return matmul(matrix, lower)  # oneDNN is faster with all of them than with what is cut out of a matrix
+    return times_lower(matrix, cut(lower, 8))
 
 
 def times_symmetric(matrix: Tensor, bands: Sequence[Tensor]) -> Tensor:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from noisygrad.optim.closures import Closure
 from noisygrad.optim.execution import GraphCache
+from noisygrad.optim.fisher import Closure
 from noisygrad.optim.optimizer import NoisyOptimizer
 
 _LOOK_EVERY = 100
@@ -41,35 +41,35 @@ class CapturedStep:
         self._closure = closure
         self._prepare = prepare
         self._captures = optimizer.device.type == "cuda" and not optimizer.ranks.active
-        self._replays = GraphCache(optimizer.device, optimizer.generators)
+        self._graphs = GraphCache(optimizer.device, optimizer.generators)
         self._refreshes = 0
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
         """One step; returns its loss, in a tensor that the next step may overwrite."""
         optimizer, options = self._optimizer, self._optimizer.options
-        step = optimizer._steps + 1
+        step = optimizer.steps + 1
         statistics, refresh = options.stats_due(step), options.factors_due(step)
         if not self._captures or (refresh and self._must_look()):
             return self._as_it_is()
-        optimizer._check_still_valid()
-        numbers = optimizer._scalars
-        numbers.set(optimizer.param_groups, options.clip_at(step), options.decay_at(step))
-        optimizer.mean.find_parameters()
+        optimizer.check_still_valid()
+        update, measurement = optimizer.update, optimizer.measurement
+        update.scalars.set(optimizer.param_groups, options.clip_at(step), 1.0 - options.decay_at(step))
+        optimizer.weights.mean.find_parameters()
         dampings = [group["damping"] for group in optimizer.param_groups]
-        limits = (optimizer.stats_limit, optimizer.forward_limit)
-        key = (optimizer._memory(), numbers.key(optimizer.param_groups), self._mode(), *limits, *dampings)
-        self._replays.run(f"{statistics} {refresh}", key, self._as_it_is)
-        if optimizer._steps < step:  # a replay: nothing on the host has noticed
-            optimizer._steps = step
+        limits = (measurement.statistics_limit, measurement.forward_limit)
+        key = (update.replay_key(), self._mode(), *limits, *dampings)
+        self._graphs.run(f"{statistics} {refresh}", key, self._as_it_is)
+        if optimizer.steps < step:  # a replay: nothing on the host has noticed
+            optimizer.steps = step
             if statistics:
-                optimizer.factors.count([block.name for block in optimizer.factors.blocks])
-        return numbers.loss
+                optimizer.covariance.fisher.count([block.name for block in optimizer.structure.blocks])
+        return update.scalars.loss
 
     def _must_look(self) -> bool:
         """Whether this refresh waits for the GPU: all of matrices, one in so many of diagonals."""
         self._refreshes += 1
-        return self._optimizer.family != "diagonal" or self._refreshes % _LOOK_EVERY == 1
+        return self._optimizer.structure.family.factors_wait or self._refreshes % _LOOK_EVERY == 1
 
     def _as_it_is(self) -> Tensor:
         if self._prepare is not None:

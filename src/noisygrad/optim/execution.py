@@ -1,15 +1,16 @@
-"""GraphCache: on a GPU, many small kernels become one launch of a CUDA graph.
+"""How pieces of a step are run: as they are, or as a CUDA graph once they have settled.
 
-Only work on tensors that stay where they are can be replayed. The optimiser replays its own arithmetic so, the draw of
-the weights and the move of the mean, without touching the user's model (`GraphCache`); a whole step is
-`noisygrad.optim.CapturedStep`. Inside a capture of somebody else's, and on a CPU, everything runs as it is.
+Only work on tensors that stay where they are can be replayed. The optimiser hands its own arithmetic to an `Executor`,
+the draw of the weights and the move of the mean, without touching the user's model; a whole step is
+`noisygrad.optim.CapturedStep`. Inside a capture of somebody else's everything runs as it is.
 """
 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,6 +32,28 @@ def _side(device: torch.device) -> torch.cuda.Stream:
     if index not in kept:
         kept[index] = torch.cuda.Stream(index)
     return kept[index]
+
+
+class Executor(ABC):
+    """Runs named pieces of work on tensors that stay where they are."""
+
+    deferred: ClassVar[bool]
+    """Whether work may be replayed: then the numbers of a step must be tensors, and nothing may wait for a check."""
+
+    @abstractmethod
+    def run(self, name: str, key: Hashable, work: Work) -> None:
+        """Do `work`, whose tensors and numbers must be the same whenever `key` is equal."""
+
+
+class DirectExecutor(Executor):
+    """Runs everything as it is: on a CPU."""
+
+    deferred: ClassVar[bool] = False
+
+    def run(self, name: str, key: Hashable, work: Work) -> None:
+        """Do it."""
+        del name, key
+        work()
 
 
 class Replay:
@@ -99,8 +122,10 @@ class Replay:
         return graph
 
 
-class GraphCache:
+class GraphCache(Executor):
     """Runs pieces of work by name, as CUDA graphs once they have settled; see `Replay`."""
+
+    deferred: ClassVar[bool] = True
 
     def __init__(
         self, device: torch.device, generators: Iterable[torch.Generator] = (), *, differentiates: bool = True
@@ -125,3 +150,8 @@ class GraphCache:
     def _pool(self) -> Pool | None:
         """The memory of any that is recorded: all of them may use it, one after the other."""
         return next((pool for _, replay in self._entries.values() if (pool := replay.pool) is not None), None)
+
+
+def executor_for(device: torch.device) -> Executor:
+    """What runs the optimiser's own arithmetic on a device."""
+    return GraphCache(device, differentiates=False) if device.type == "cuda" else DirectExecutor()

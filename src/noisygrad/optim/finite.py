@@ -1,4 +1,7 @@
-"""Steps that are not finite: refused at once on a CPU, masked on a GPU and reported at the next refresh."""
+"""Steps that are not finite: refused at once on a CPU, masked on a GPU and reported at the next refresh.
+
+A refused batch has already changed the running statistics of norm layers: they are taken back.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from noisygrad.curvature.passes import Pass
-from noisygrad.families import kronecker, packed
 from noisygrad.families.base import Statistics
-from noisygrad.optim.running import RunningStatistics
-from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.faults import format_names
 from noisygrad.posterior.structure import Structure
 
@@ -49,18 +49,70 @@ def known_finite(statistics: Statistics) -> bool:
     return all(tensor.device.type == "cpu" and math.isfinite(tensor.sum().item()) for tensor in tensors)
 
 
+class RunningStatistics:
+    """Running statistics of a model's norm layers before the draws of a step: a refused batch leaves no bad numbers.
+
+    On a GPU, where a bad batch is noticed only later, none are kept: what has gone bad is then named.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model = model
+        modules = model.modules() if device.type == "cpu" else ()
+        self._norms = [
+            m for m in modules if isinstance(m, nn.modules.batchnorm._NormBase) and m.running_mean is not None
+        ]
+        self._kept: list[tuple[nn.Module, list[Tensor]]] = []
+        self._finite_before = {name for name, buffer in model.named_buffers() if _is_finite(buffer)}
+        """Buffers that may well hold an infinity, such as a mask, are none of ours."""
+
+    def keep(self) -> None:
+        """Before the first draw of a step."""
+        if self._norms:
+            self._kept = [(m, [b.clone() for b in m.buffers(recurse=False)]) for m in self._norms if m.training]
+
+    def forget(self) -> None:
+        """After a step: there is nothing to take back."""
+        if self._kept:
+            self._kept = []
+
+    def restore(self) -> None:
+        """Give norm layers with bad numbers what was kept."""
+        for module, kept in self._kept:
+            now = list(module.buffers(recurse=False))
+            if not all(map(_is_finite, now)):
+                for buffer, old in zip(now, kept, strict=True):
+                    buffer.copy_(old)
+
+    def nonfinite_buffers(self) -> list[str]:
+        """The names of the buffers that have gone bad; waits for a GPU."""
+        return [
+            name
+            for name, buffer in self._model.named_buffers()
+            if name in self._finite_before and not _is_finite(buffer)
+        ]
+
+
 class FiniteGuard:
     """Watches gradient and statistics; remembers on the device which of them went bad."""
 
-    def __init__(self, structure: Structure, device: torch.device, running: RunningStatistics) -> None:
+    def __init__(
+        self,
+        structure: Structure,
+        statistics: Mapping[str, Statistics],
+        running: RunningStatistics,
+        *,
+        deferred: bool,
+        device: torch.device,
+    ) -> None:
         self._structure = structure
         self._running = running
-        self._device = device
-        self._owners = [name for block in structure.blocks for name in _owners(block)]
+        self._deferred, self._device = deferred, device
+        self._owners = [name for block in structure.blocks for name, _ in block.pieces(statistics[block.name])]
+        self._counts = {block.name: len(block.pieces(statistics[block.name])) for block in structure.blocks}
         # Each flag stands for the gradient (the first), a piece of the statistics or the targets (the last).
         self._bad = torch.zeros(len(self._owners) + 2, dtype=torch.bool, device=device)
         self._bad_targets = self._bad[-1]
-        self._spoilt: dict[tuple[tuple[str, str], ...], Tensor] = {}
+        self._bad_places: dict[tuple[tuple[str, str], ...], Tensor] = {}
 
     def note_targets(self, invalid: Tensor) -> None:
         """Remember a batch with impossible targets, found on the device; the step is masked and `check` raises."""
@@ -71,7 +123,7 @@ class FiniteGuard:
         gradient: Tensor,
         loss: Tensor | None,
         statistics: Mapping[str, Statistics],
-        trails: Sequence[FiniteTrace],
+        traces: Sequence[FiniteTrace],
         found_inf: Tensor | None,
     ) -> Tensor | None:
         """None for a step that may go on (CPU), or 1.0 / 0.0 to mask it with (GPU, and under a GradScaler).
@@ -79,20 +131,20 @@ class FiniteGuard:
         `statistics` are those that are not known to be finite. `found_inf` is a GradScaler's verdict: such a step is
         skipped without complaint. The gradient is zeroed in place where the step is masked.
         """
-        plain = self._device.type == "cpu" and found_inf is None
+        plain = not self._deferred and found_inf is None
         total = gradient.sum() if loss is None else gradient.sum() + loss
         if plain and not statistics and math.isfinite(total.item()):
             return None
         bad = ~self._sizes(total, statistics).isfinite()
         if plain:
             if bool(bad.any()):
-                self._note_trails(trails, None)
+                self._note_traces(traces, None)
                 self._raise(bad)
             return None
         skip = None if found_inf is None else found_inf.to(self._device).reshape(()) > 0
         self._bad[: len(bad)].logical_or_(bad if skip is None else bad & ~skip)
-        self._note_trails(trails, skip)
-        if self._device.type == "cpu":
+        self._note_traces(traces, skip)
+        if not self._deferred:
             self.check()
             if skip is not None and bool(skip):
                 self._running.restore()
@@ -102,25 +154,26 @@ class FiniteGuard:
         gradient.masked_fill_(stop, 0.0)
         return (~stop).to(gradient.dtype)
 
-    def _note_trails(self, trails: Sequence[FiniteTrace], skip: Tensor | None) -> None:
-        for trail in trails:
-            spoilt = ~trail.sizes.isfinite()
+    def _note_traces(self, traces: Sequence[FiniteTrace], skip: Tensor | None) -> None:
+        for trace in traces:
+            bad = ~trace.sizes.isfinite()
             if skip is not None:
-                spoilt &= ~skip
-            if trail.places in self._spoilt:
-                self._spoilt[trail.places] |= spoilt
+                bad &= ~skip
+            if trace.places in self._bad_places:
+                self._bad_places[trace.places] |= bad
             else:
-                self._spoilt[trail.places] = spoilt
+                self._bad_places[trace.places] = bad
 
     def _sizes(self, total: Tensor, statistics: Mapping[str, Statistics]) -> Tensor:
         """The total of gradient and loss, and a number for each piece which is finite if everything in it is."""
         if not statistics:
             return total.unsqueeze(0)
         known = [block for block in self._structure.blocks if block.name in statistics]
-        norms = iter(torch._foreach_norm([p for b in known for p in _pieces(b, statistics[b.name])], 1))
+        norms = iter(torch._foreach_norm([p for b in known for _, p in b.pieces(statistics[b.name])], 1))
         zero, sizes = torch.zeros_like(total), [total]
         for block in self._structure.blocks:
-            sizes += [next(norms) if block.name in statistics else zero for _ in _owners(block)]
+            count = self._counts[block.name]
+            sizes += [next(norms) if block.name in statistics else zero for _ in range(count)]
         return torch.stack(sizes)
 
     def check(self) -> None:
@@ -135,7 +188,7 @@ class FiniteGuard:
 
     def _forget(self) -> None:
         # In place: a recorded step goes on writing to these.
-        for flags in self._spoilt.values():
+        for flags in self._bad_places.values():
             flags.zero_()
 
     def _raise(self, bad: Tensor) -> None:
@@ -153,22 +206,22 @@ class FiniteGuard:
         else:
             where = f"the gradient of {bad_parameters} went bad" if bad_parameters else "the loss itself"
         self._running.restore()
-        spoilt = self._running.nonfinite_buffers()
-        reset = f". But {format_names(spoilt)} took bad numbers from the batch: reset them" if spoilt else ""
+        buffers = self._running.nonfinite_buffers()
+        reset = f". But {format_names(buffers)} took bad numbers from the batch: reset them" if buffers else ""
         raise NonFiniteError(
             f"a loss or gradient was NaN or infinite: {where}. Mean, Fisher and step count are as they were. "
             f"Look for bad inputs, lower lr, set kl_clip (1e-3 is a good start) or raise damping{reset}"
         )
 
     def _origin(self) -> list[str]:
-        """The layers where bad numbers began, as far as the trails tell.
+        """The layers where bad numbers began, as far as the traces tell.
 
         Those whose weights are bad; else the layer in front of the first bad inputs, for it made them (or the first
         layer of all, which was given them); else the last layer with bad gradients.
         """
-        spoilt = {place for places, flags in self._spoilt.items() for place in _flagged(places, flags)}
-        order = list(dict.fromkeys(name for places in self._spoilt for name, _ in places))
-        if not spoilt:
+        bad = {place for places, flags in self._bad_places.items() for place in _flagged(places, flags)}
+        order = list(dict.fromkeys(name for places in self._bad_places for name, _ in places))
+        if not bad:
             return []
         parameters = self._structure.parameters
         units = [unit for unit in self._structure.units if unit.name in order]
@@ -176,40 +229,13 @@ class FiniteGuard:
         if weights:
             return weights
         for before, name in zip([None, *order], order, strict=False):
-            if (name, "inputs") in spoilt:
+            if (name, "inputs") in bad:
                 return [before or name]
-        return [name for name in order if (name, "gradients") in spoilt][-1:]
+        return [name for name in order if (name, "gradients") in bad][-1:]
 
     def _parameters(self) -> str:
         parameters = self._structure.parameters.items()
         return format_names([n for n, p in parameters if p.grad is not None and not _is_finite(p.grad)])
-
-
-def _owners(block: Block) -> list[str]:
-    """The layer that each of the block's `_pieces` belongs to."""
-    names = [unit.name for unit in block.units]
-    if block.family == "kronecker":
-        return names * 2
-    if block.family == "tridiagonal":
-        return names * 2 + names[:-1] * 2
-    return names
-
-
-def _pieces(block: Block, statistics: Statistics) -> Iterator[Tensor]:
-    """The statistics, layer by layer.
-
-    Of a second moment only the diagonal: by the inequality of Cauchy and Schwarz the rest is finite if that is.
-    """
-    tensors = statistics.tensors()
-    if isinstance(statistics, kronecker.Statistics | packed.Statistics):
-        yield from statistics.diagonals()
-        return
-    if block.family == "tridiagonal":
-        yield from tensors.values()
-        return
-    fisher = tensors["fisher"]
-    diagonal = fisher if block.family == "diagonal" else fisher.diagonal(dim1=-2, dim2=-1)
-    yield from diagonal.split([unit.size for unit in block.units], dim=-1)
 
 
 def _flagged(places: Sequence[tuple[str, str]], flags: Tensor) -> Iterator[tuple[str, str]]:

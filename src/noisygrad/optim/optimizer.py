@@ -1,12 +1,15 @@
 """The optimiser: draw weights from the posterior, take a natural-gradient step on its mean, keep its Fisher.
 
-Algorithms 1 and 2 of the paper are one algorithm, `NoisyOptimizer.step`; the families differ only in their blocks.
-Nothing in a step waits for a GPU: what a CPU checks at once, a GPU masks on the device and checks at the next refresh
-of the factors. Conventions: `docs/conventions.md`.
+Algorithms 1 and 2 of the paper are one algorithm (`noisygrad.algorithm`); the families differ only in their blocks.
+Here is the shell that a user holds: param groups, `step`, `sampled`, the state. What a step is made of belongs to small
+objects: the weights that are drawn (`draw`), what the draws leave behind (`accumulate`), what a batch says (`fisher`),
+the step itself (`update`). Nothing in a step waits for a GPU: what a CPU checks at once, a GPU masks on the device and
+checks at the next refresh of the factors. Conventions: `docs/conventions.md`.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, overload
@@ -14,30 +17,23 @@ from typing import Any, ClassVar, overload
 import torch
 from torch import Tensor, nn
 
+from noisygrad.algorithm.fisher import FisherStart
 from noisygrad.curvature.capture import Capture, unwrapped
 from noisygrad.curvature.fisher import FisherKind
 from noisygrad.distributed import Ranks
 from noisygrad.families.base import DampingMode
 from noisygrad.likelihoods import Likelihood
-from noisygrad.optim.closures import Closure, evaluate
-from noisygrad.optim.draws import Draw, Pending
-from noisygrad.optim.execution import GraphCache
-from noisygrad.optim.factors import Factors
-from noisygrad.optim.finite import FiniteGuard
-from noisygrad.optim.generators import fill_normal_, make_generators, undone_on_failure
-from noisygrad.optim.groups import GroupPatterns, check_rates
-from noisygrad.optim.losses import measure_loss
-from noisygrad.optim.mean import DeviceScalars, MeanStep
-from noisygrad.optim.options import FisherPass, FisherStart, MomentumMode, Options, Schedule, check_arguments
-from noisygrad.optim.running import RunningStatistics
-from noisygrad.optim.state import load_state, save_state
-from noisygrad.optim.stepping import apply_step, dampings
-from noisygrad.posterior.blocks import Family
+from noisygrad.optim.accumulate import Accumulated
+from noisygrad.optim.assembly import assemble
+from noisygrad.optim.draw import Draw
+from noisygrad.optim.fisher import Closure
+from noisygrad.optim.options import FisherPass, GroupPatterns, Options, Schedule, check_arguments, check_rates
+from noisygrad.optim.state import OptimizerState
+from noisygrad.optim.update import ParamGroups, Scaling
 from noisygrad.posterior.coverage import Coverage
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import build_structure, copied
-from noisygrad.posterior.weights import FlatWeights
 from noisygrad.priors import FittedPrior, PriorVariance
 
 
@@ -75,13 +71,10 @@ class NoisyOptimizer(torch.optim.Optimizer):
             follows a scheduler. Schedules of `kl_clip` and `fisher_decay` are read when the step is captured.
     """
 
-    family: ClassVar[Family]
+    family: ClassVar[str]
+    """The name of the covariance family."""
     default_stats_every: ClassVar[int] = 1
     default_factor_every: ClassVar[int] = 1
-    stats_limit: int | None = None
-    forward_limit: int | None = None
-    """How many examples of a batch there was memory for: for statistics, and for a forward pass of their own."""
-    warned_uncalled_layers = False
     _step_supports_amp_scaling = True  # a GradScaler hands over its scale and its verdict instead of waiting for them
 
     def __init__(
@@ -100,7 +93,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         fisher_start: FisherStart = "forgotten",
         fisher_floor: float = 0.0,
         momentum: float = 0.9,
-        momentum_mode: MomentumMode = "average",
+        momentum_mode: str = "average",
         stats_every: int | None = None,
         factor_every: int | None = None,
         stats_batch: int | None = None,
@@ -138,48 +131,42 @@ class NoisyOptimizer(torch.optim.Optimizer):
         """The model as it was given: wrapped, where it was."""
         self.model = unwrapped(model)
         noisy = [bool(settings["noise"]) for settings in patterns.settings]
-        self.canonical_structure = build_structure(self.model, self.family, patterns.of, noisy)
-        self.structure = self.canonical_structure.in_memory_order()
+        self._canonical_structure = build_structure(self.model, self.family, patterns.of, noisy)
+        """Every parameter row by row, as a posterior has it."""
+        self.structure = self._canonical_structure.in_memory_order()
         used = sorted({block.group for block in self.structure.blocks})
         super().__init__(patterns.param_groups(self.structure.parameters, used), defaults)
         if capturable:
             for group in self.param_groups:
                 device = group["params"][0].device
                 group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).clone()
-        self._used, self._parts = used, [self.structure.group_part(index) for index in used]
         parameters = list(self.structure.parameters.values())
         self.device = parameters[0].device
         self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
-        self._narrow = any(p.dtype != self.dtype for p in parameters)
         self.likelihood = likelihood
         likelihood.bind(self.structure.replicas, self.device, self.dtype)
-
-        self.mean = self._zeros()
-        self.mean.read_parameters_()
-        self._gradient = self._zeros()
-        self.mean_step = MeanStep(momentum_mode, self.mean.flat, len(used))
-        self._pending = Pending()
-        self._scale = (self.options.kl_weight / self.options.num_data) ** 0.5
-        usual = BlockPriors.build(self.canonical_structure, prior_variance, prior, self.dtype, self.device)
-        self.priors = usual.to_memory(self.structure)
-        gamma = self.priors.scaled(self.options.kl_weight / self.options.num_data)
-        self.factors = Factors(self.structure, gamma, self.options, self.ranks, self.dtype, self.device)
-        self.factors.refresh(dampings(self))
-        self._noise, self._sample = self._place_for_draws()
-        self._others = [
-            (unit, self.structure.parameters[unit.slots[0].parameter])
-            for unit in self.structure.units
-            if unit.kind == "other"
-        ]
-        self.running = RunningStatistics(self.model, self.device)
-        self.guard = FiniteGuard(self.structure, self.device, self.running)
-        self._replays = GraphCache(self.device, differentiates=False)
-        self._scalars = DeviceScalars(self.mean.flat)
-        self._draw: Draw | None = None
-        self._steps, self._in_closure = 0, False
+        canonical = BlockPriors.build(self._canonical_structure, prior_variance, prior, self.dtype, self.device)
+        self.priors = canonical.to_memory(self.structure)
         self._same_draw = same_draw_on_all_ranks
-        count = max(1, torch.Size(self.structure.replicas).numel())
-        self.generators = make_generators(seed, count, self.device, self.ranks, same_draw=same_draw_on_all_ranks)
+        parts = assemble(
+            self.model,
+            self.structure,
+            self.priors,
+            likelihood,
+            self.options,
+            ParamGroups(self.param_groups, used, [self.structure.group_part(index) for index in used]),
+            seed=seed,
+            ranks=self.ranks,
+            same_draw=same_draw_on_all_ranks,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.covariance, self.weights, self.measurement = parts.covariance, parts.weights, parts.measurement
+        self.guard, self.running, self.update = parts.guard, parts.running, parts.update
+        self.accumulated = Accumulated()
+        self.steps = 0
+        """How many steps were made."""
+        self._in_closure = False
 
     # ---------------------------------------------------------------- what a user calls
 
@@ -192,7 +179,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         """
         if self.options.fisher_pass == "fresh":
             raise RuntimeError('fisher_pass="fresh" runs the model by itself: use step(closure) instead of sampled()')
-        self._check_still_valid()
+        self.check_still_valid()
         with self._drawn(True) as (draw, _):
             yield draw
 
@@ -213,41 +200,37 @@ class NoisyOptimizer(torch.optim.Optimizer):
         Gradients are consumed: no `zero_grad` is needed. Raises `NonFiniteError` and changes nothing if the loss was
         not finite (on a GPU: masks the step, and raises at the next refresh of the factors).
         """
-        if self._draw is not None:
+        if self.weights.current is not None:
             raise RuntimeError("step() inside sampled(): leave the context first, which ends the draw")
-        self._check_still_valid()
+        self.check_still_valid()
         if closure is not None:
             self._drop()
             self._in_closure = True
             try:
-                evaluate(self, closure)
+                self._evaluate(closure)
             finally:
                 self._in_closure = False
-        pending = self._pending
-        if pending.draws == 0:
-            raise RuntimeError("step() has nothing to work with: no sampled() context was entered since the last step")
-        if pending.expected_statistics and pending.calls == 0:
-            raise RuntimeError(
-                "this step was due to take statistics, but no loss was computed by draw.nll(output, target): the "
-                "Fisher, and so the width of the posterior, would be wrong"
-            )
-        loss = None if closure is None else pending.mean_loss()
+        found = self.accumulated
+        found.check_complete()
+        loss = None if closure is None else found.mean_loss()
         try:
-            apply_step(self, self._steps + 1)
+            scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+            self.update.apply(self.steps + 1, found, scaling)
         except BaseException:
-            self.mean.write_parameters_()
+            self.weights.mean.write_parameters_()
             for name in ("grad_scale", "found_inf"):  # a GradScaler's, which takes them away after a success only
                 vars(self).pop(name, None)
             raise
         finally:
             self._consume()
         self.running.forget()
-        self._steps += 1
+        self.steps += 1
         return loss
 
-    def _check_still_valid(self) -> None:
+    def check_still_valid(self) -> None:
         """Raise if a parameter was frozen, or a learning rate made senseless, since the optimiser was made."""
-        self.structure.check_trainable()
+        if not all(parameter.requires_grad for parameter in self.structure.parameters.values()):
+            self.structure.check_trainable()
         check_rates(self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -258,7 +241,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         """
         if self._in_closure:
             return
-        if self._draw is not None and self._draw.has_loss:
+        if self.weights.current is not None and self.weights.current.has_loss:
             raise RuntimeError(
                 "zero_grad() inside sampled() would drop what the loss has left for the step. Take it out: step() "
                 "consumes gradients, so that none is needed; to give up earlier draws, call it before sampled()"
@@ -270,7 +253,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         """`zero_grad` without its profiling: it runs in every step."""
         for parameter in self.structure.parameters.values():
             parameter.grad = None
-        self._pending = Pending()
+        self.accumulated = Accumulated()
 
     def _drop(self) -> None:
         """Give up what is pending, and what it did to running statistics."""
@@ -283,19 +266,24 @@ class NoisyOptimizer(torch.optim.Optimizer):
         Raises `NonFiniteError` if a GPU has masked a step since the last refresh.
         """
         self.guard.check()
-        if self._draw is None:  # else the parameters are a sample, and the mean was read before
-            self._read_mean()
+        if self.weights.current is None:  # else the parameters are a sample, and the mean was read before
+            self.weights.read_mean_()
         return Posterior(
             self.model,
             self.likelihood,
-            self.canonical_structure,
-            copied(self.mean.flat, self.structure),
-            self.factors.snapshot(),
+            self._canonical_structure,
+            copied(self.weights.mean.flat, self.structure),
+            self.covariance.fisher.snapshot(),
             self.priors.from_memory(self.structure),
             num_data=self.options.num_data,
             kl_weight=self.options.kl_weight,
             damping_mode=self.options.damping_mode,
         )
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """The source of all draws, one for each replica."""
+        return self.weights.generators
 
     def register_with(self, graph: torch.cuda.CUDAGraph) -> None:
         """Before capturing a step in a CUDA graph: let its replays draw new numbers from the optimiser's generators."""
@@ -304,19 +292,35 @@ class NoisyOptimizer(torch.optim.Optimizer):
 
     def coverage(self) -> Coverage:
         """Which block each parameter got and why; print it."""
-        return self.structure.coverage(self.factors.statistics)
+        return self.structure.coverage(self.covariance.statistics)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs besides the model, as tensors and numbers in nested dictionaries."""
-        return save_state(self)
+        self.guard.check()
+        return self._state().save(self.param_groups, self.steps)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`; raises before anything changes if it is of another family or model."""
-        load_state(self, state_dict)
+        self.steps = self._state().load(state_dict, self.param_groups)
+        self._consume()
+
+    def _state(self) -> OptimizerState:
+        return OptimizerState(
+            kind=type(self).__name__,
+            structure=self.structure,
+            weights=self.weights,
+            covariance=self.covariance,
+            momentum=self.update.mean.momentum,
+            priors=self.priors,
+            likelihood=self.likelihood,
+            options=self.options,
+            ranks=self.ranks,
+            same_draw=self._same_draw,
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not supported after construction: the posterior's blocks are fixed then. Use `groups`."""
-        if hasattr(self, "_steps"):
+        if hasattr(self, "steps"):
             raise RuntimeError("param groups are fixed at construction; use the argument `groups`")
         super().add_param_group(param_group)
 
@@ -331,70 +335,78 @@ class NoisyOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _drawn(self, with_statistics: bool, *, restore: bool = True) -> Iterator[tuple[Draw, Capture | None]]:
-        """A draw; without `restore` the mean comes back only after a failure, since a step is to write it anyway."""
-        if self._draw is not None:
+        """A draw, with the layers recorded where statistics are due; `restore` as in `DrawnWeights.in_model`."""
+        if self.weights.current is not None:
             raise RuntimeError("sampled() contexts cannot be nested")
-        due = with_statistics and self.options.stats_due(self._steps + 1)
+        due = with_statistics and self.options.stats_due(self.steps + 1)
         capture = Capture(self.structure.layers) if due else None
-        draw = Draw(lambda output, target: measure_loss(self, capture, output, target))
-        if self._pending.draws == 0:
+        draw = Draw(lambda output, target: self.measurement.loss(self.accumulated, capture, output, target))
+        if self.accumulated.draws == 0:
             self.running.keep()
-        with undone_on_failure(self.generators, self._drop):
-            if self.factors.noisy:
-                self._pending.own_buffer()
-                fill_normal_(self._noise, self.generators)
-            self._draw_weights()  # where this fails, the user's weights are still there
-            self._draw, failed = draw, True
-            try:
-                if capture is None:
-                    yield draw, None
-                else:
-                    with capture:
-                        yield draw, capture
-                failed = False
-            finally:
-                self._draw = None
-                draw.close()
-                if self.factors.noisy and (restore or failed):
-                    self.mean.write_parameters_()
-            draw.check_differentiated()
-        self._pending.add_draw(self.mean.flat if self._sample is None else self._sample.flat)
-        self._pending.expected_statistics |= due
+        states = self.weights.generator_states()
+        try:
+            with self.weights.in_model(draw, capture, self.accumulated.own_buffer, restore):
+                yield draw, capture
+        except BaseException:
+            self.weights.set_generator_states(states)
+            self._drop()
+            raise
+        self.accumulated.add_draw(self.weights.flat)
+        self.accumulated.expected_statistics |= due
 
-    def _draw_weights(self) -> None:
-        """M from the parameters, and W = M + sqrt(λ/N) P^(−1/2) ε into them."""
-        if not self.factors.noisy:
-            self._read_mean()
+    @torch.enable_grad()
+    def _evaluate(self, closure: Closure) -> None:
+        """`mc_samples` draws with the closure and, where `fisher_pass="fresh"` asks for it, one for statistics."""
+        options = self.options
+        fresh = options.fisher_pass == "fresh" and options.stats_due(self.steps + 1)
+        for _ in range(options.mc_samples):
+            self._evaluate_once(closure, restore=options.mc_samples > 1 or fresh)
+        if not fresh:
             return
-        self.mean.find_parameters()
-        self._replays.run("draw", self._memory(), self._perturb)
+        found = self.accumulated
+        found.own_buffer()
+        draws, weights = found.draws, found.weights
+        with self._drawn(True) as (_, capture):
+            assert capture is not None
+            self.measurement.take_fresh(found, capture, lambda: self._run(closure))
+        # That draw has no gradient: the step must not count it.
+        found.draws, found.weights = draws, weights
 
-    def _perturb(self) -> None:
-        self._read_mean()
-        assert self._sample is not None
-        self.factors.perturb(self.mean.flat, self._noise, self._scale, out=self._sample.flat)
-        self._sample.write_parameters_()
+    def _evaluate_once(self, closure: Closure, *, restore: bool) -> None:
+        with self._drawn(self.options.fisher_pass == "same", restore=restore) as (_, capture):
+            if capture is not None:
+                capture.watch_backward = True
+            result = self._run(closure)
+            if isinstance(result, tuple):
+                if len(result) != 2:
+                    raise TypeError(f"the closure must return (output, target); it returned {len(result)} things")
+                if capture is not None:
+                    capture.watch_backward = False
+                self.measurement.loss(self.accumulated, capture, *result).backward()
+                return
+            self._take_loss(result, capture)
 
-    def _memory(self) -> tuple[int, ...]:
-        """Changes whenever factors or parameters have moved to another place of memory."""
-        return (self.factors.generation, self.structure.generation)
+    def _take_loss(self, loss: object, capture: Capture | None) -> None:
+        """A closure has called `backward` by itself and returned its loss."""
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"the closure must return (output, target), or a loss; it returned {type(loss).__name__}")
+        warnings.warn(
+            "the closure returned a loss, not (output, target): the Fisher is then the empirical one, which is a worse "
+            "approximation. Return (model(x), y) for the true Fisher",
+            stacklevel=9,
+        )
+        if all(gradient is None for gradient in self._gradients()):
+            raise RuntimeError("the closure returned a loss without having called backward() on it")
+        self.accumulated.add_loss(loss)
+        if capture is not None:
+            self.measurement.take_empirical(self.accumulated, capture)
 
-    def _read_mean(self) -> None:
-        """The parameters are the mean; the digits that narrow parameters cannot hold are kept as long as they agree."""
-        if not self._narrow:
-            self.mean.read_parameters_()
-            return
-        kept, shown = self.mean.flat.clone(), self.mean.rounded()
-        self.mean.read_parameters_()
-        self.mean.flat.copy_(torch.where(self.mean.flat == shown, kept, self.mean.flat))
+    def _run(self, closure: Closure) -> tuple[Tensor, Tensor] | Tensor:
+        earlier = self._gradients() if self.accumulated.draws else []
+        result = closure()
+        if any(old is not None and new is not old for old, new in zip(earlier, self._gradients(), strict=False)):
+            raise RuntimeError("the closure dropped the gradients of an earlier draw: take zero_grad out of it")
+        return result
 
-    def _place_for_draws(self) -> tuple[Tensor, FlatWeights | None]:
-        """Noise and the weights drawn with it, in one place where they can be: each is done with before the other."""
-        if not self.factors.noisy:
-            return self.mean.flat[..., :0], None
-        noise = self.mean.flat.new_zeros(*self.structure.replicas, self.factors.noise_size)
-        shared = noise[..., : self.structure.size]
-        return noise, FlatWeights(self.structure, shared) if shared.is_contiguous() else self._zeros()
-
-    def _zeros(self) -> FlatWeights:
-        return FlatWeights.zeros(self.structure, self.dtype, self.device)
+    def _gradients(self) -> list[Tensor | None]:
+        return [parameter.grad for parameter in self.structure.parameters.values()]

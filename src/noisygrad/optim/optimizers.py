@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 from noisygrad.optim.optimizer import NoisyOptimizer
-from noisygrad.posterior.blocks import Family
 
 
 class NoisyAdam(NoisyOptimizer):
@@ -14,7 +13,7 @@ class NoisyAdam(NoisyOptimizer):
     Statistics at every step; the factors of step and noise follow every 10 unless you say otherwise (1 in the paper).
     """
 
-    family: ClassVar[Family] = "diagonal"
+    family: ClassVar[str] = "diagonal"
     default_factor_every: ClassVar[int] = 10
 
 
@@ -24,7 +23,7 @@ class NoisyKFAC(NoisyOptimizer):
     Statistics every 10 steps and factors every 100 unless you say otherwise.
     """
 
-    family: ClassVar[Family] = "kronecker"
+    family: ClassVar[str] = "kronecker"
     default_stats_every: ClassVar[int] = 10
     default_factor_every: ClassVar[int] = 100
 
@@ -35,7 +34,7 @@ class NoisyBlockTridiagonal(NoisyOptimizer):
     Statistics every 10 steps and factors every 100 unless you say otherwise.
     """
 
-    family: ClassVar[Family] = "tridiagonal"
+    family: ClassVar[str] = "tridiagonal"
     default_stats_every: ClassVar[int] = 10
     default_factor_every: ClassVar[int] = 100
 
@@ -46,5 +45,5 @@ class NoisyFull(NoisyOptimizer):
     Arguments: `NoisyOptimizer`. Factors every 10 steps unless you say otherwise.
     """
 
-    family: ClassVar[Family] = "full"
+    family: ClassVar[str] = "full"
     default_factor_every: ClassVar[int] = 10

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from torch import nn
+from torch import Tensor, nn
 
+from noisygrad.algorithm.fisher import FisherStart
+from noisygrad.algorithm.mean import MOMENTUM_MODES
 from noisygrad.curvature.fisher import FisherKind
+from noisygrad.families import family_named
 from noisygrad.families.base import DampingMode
 from noisygrad.likelihoods import Likelihood
-from noisygrad.posterior.blocks import Family
 from noisygrad.priors import FittedPrior, PriorVariance, check_prior_variance, is_improper
 
-MomentumMode = Literal["average", "heavy_ball"]
 FisherPass = Literal["same", "fresh"]
-FisherStart = Literal["forgotten", "fading"]
 Schedule = float | Callable[[int], float]
 """A number, or a function from the step (1, 2, …) to one."""
 
@@ -45,7 +46,8 @@ class Options:
     kl_clip: Schedule | None
     """c, the trust region"""
     mc_samples: int
-    momentum_mode: MomentumMode
+    momentum_mode: str
+    """A name in `algorithm.mean.MOMENTUM_MODES`."""
     fisher: FisherKind
     fisher_pass: FisherPass
     damping_mode: DampingMode
@@ -62,15 +64,15 @@ class Options:
                 continue
             if not isinstance(value, Integral) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        for name, kind in (
-            ("momentum_mode", MomentumMode),
-            ("fisher", FisherKind),
-            ("fisher_pass", FisherPass),
-            ("fisher_start", FisherStart),
-            ("damping_mode", DampingMode),
+        for name, known in (
+            ("momentum_mode", tuple(MOMENTUM_MODES)),
+            ("fisher", get_args(FisherKind)),
+            ("fisher_pass", get_args(FisherPass)),
+            ("fisher_start", get_args(FisherStart)),
+            ("damping_mode", get_args(DampingMode)),
         ):
-            if getattr(self, name) not in get_args(kind):
-                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}; got {getattr(self, name)!r}")
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}")
         if not isinstance(self.fisher_floor, Real) or not 0 <= float(self.fisher_floor) < math.inf:
             raise ValueError(f"fisher_floor must be at least 0, got {self.fisher_floor!r}")
         self.decay_at(1)
@@ -122,7 +124,7 @@ def check_arguments(
     prior_variance: PriorVariance | None,
     prior: object,
     damping_mode: DampingMode,
-    family: Family,
+    family: str,
 ) -> PriorVariance:
     """The prior variance, 1 where none is said; raise for slips that would surface far from where they were made."""
     if not isinstance(model, nn.Module):
@@ -136,11 +138,76 @@ def check_arguments(
     check_prior_variance(prior_variance)
     if prior is not None and not isinstance(prior, FittedPrior):
         raise TypeError(f"prior must come from posterior.as_prior(); got {type(prior).__name__}")
-    if damping_mode == "exact" and family != "kronecker":
+    if damping_mode not in (modes := family_named(family).damping_modes):
         raise ValueError(
-            'damping_mode="exact" is for the Kronecker blocks of NoisyKFAC; a diagonal and a full matrix are always '
-            "damped exactly, and a chain of layers (NoisyBlockTridiagonal) cannot be"
+            f"damping_mode={damping_mode!r} is not for the {family} family, which has {', '.join(modes)}. Exact "
+            "damping is for the Kronecker blocks of NoisyKFAC; other families are always damped exactly, but for a "
+            "chain of layers (NoisyBlockTridiagonal), which cannot be"
         )
     if damping_mode == "exact" and prior is None and is_improper(prior_variance):
         raise ValueError('damping_mode="exact" needs a finite prior_variance: the eigenbasis is relative to the prior')
     return prior_variance
+
+
+GROUP_OPTIONS = ("lr", "momentum", "damping", "noise")
+
+
+class GroupPatterns:
+    """Which group each parameter is in: that of the first pattern that matches its name, else 0, with the defaults."""
+
+    def __init__(self, groups: Mapping[str, Mapping[str, Any]] | None, defaults: dict[str, Any]) -> None:
+        groups = {} if groups is None else groups
+        if not isinstance(groups, Mapping) or not all(isinstance(own, Mapping) for own in groups.values()):
+            raise TypeError(
+                'groups must map patterns of names to dictionaries of settings, such as {"head.*": {"lr": 1e-3}}; '
+                f"got {groups!r}"
+            )
+        named = [("*", {}), *groups.items()]
+        self._patterns = [pattern for pattern, _ in named]
+        self.settings = [_checked(pattern, {**defaults, **own}) for pattern, own in named]
+
+    def of(self, name: str) -> int:
+        """The number of the parameter's group."""
+        return next((i for i, p in enumerate(self._patterns) if i and fnmatch.fnmatchcase(name, p)), 0)
+
+    def param_groups(self, parameters: Mapping[str, nn.Parameter], used: Sequence[int]) -> list[dict[str, Any]]:
+        """What `torch.optim.Optimizer` is given; raises for a pattern that is not among the groups that are used."""
+        for index in set(range(1, len(self._patterns))) - set(used):
+            raise ValueError(f"the pattern {self._patterns[index]!r} in groups matches no trainable parameter")
+        mine = {name: self.of(name) for name in parameters}
+        return [
+            {"params": [parameters[name] for name in parameters if mine[name] == index], **self.settings[index]}
+            for index in used
+        ]
+
+
+def check_rates(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise for a learning rate that a user or a scheduler has made senseless since; a GPU's tensor is not waited for.
+
+    0 is a start that schedules have.
+    """
+    for group in groups:
+        lr = group["lr"]
+        if isinstance(lr, Tensor):
+            lr = lr.item() if lr.device.type == "cpu" else 0.0
+        if not 0.0 <= lr < math.inf:
+            raise ValueError(f"lr of a param group must be a number of at least 0 and finite; it was set to {lr!r}")
+
+
+def _checked(pattern: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """`settings` if they can be those of a param group, else a ValueError that names what is wrong."""
+    unknown = set(settings) - set(GROUP_OPTIONS)
+    if unknown:
+        raise ValueError(
+            f"group {pattern!r}: unknown options {sorted(unknown)}; possible are {', '.join(GROUP_OPTIONS)}"
+        )
+    lr = settings["lr"]
+    if isinstance(lr, Tensor) and lr.dim():
+        raise ValueError(f"lr must be a number or a tensor without dimensions, got one of shape {list(lr.shape)}")
+    positive("lr", float(lr) if isinstance(lr, Tensor) else lr)
+    fraction("momentum", settings["momentum"])
+    if not isinstance(settings["damping"], Real) or not 0 <= float(settings["damping"]) < math.inf:
+        raise ValueError(f"damping must be at least 0, got {settings['damping']!r}")
+    if not isinstance(settings["noise"], bool):
+        raise ValueError(f"noise must be True or False, got {settings['noise']!r}")
+    return settings

@@ -6,122 +6,184 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from noisygrad.algorithm.covariance import Covariance
+from noisygrad.algorithm.mean import Momentum
+from noisygrad.distributed import Ranks
 from noisygrad.families.base import TensorRecord
-from noisygrad.optim.generators import part_generators_
+from noisygrad.likelihoods import Likelihood
+from noisygrad.optim.draw import DrawnWeights, part_generators_
+from noisygrad.optim.options import Options
 from noisygrad.posterior.blocks import Block
+from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import Structure, copied
+from noisygrad.posterior.weights import FlatWeights
 
-if TYPE_CHECKING:
-    from noisygrad.optim.optimizer import NoisyOptimizer
+FORMAT = 4
+_CHANGED = "its tensors are under `state` now, where torch's tools expect them"
+Key = tuple[int, str]
+_PARTS = {"format", "family", "steps", "settings", "rank", "state", "generators", "likelihood", "param_groups"}
 
-FORMAT = 3
-"""1 kept roots where now there are inverses; 2 kept both of a diagonal for draws and for steps."""
 
+@dataclass(frozen=True, kw_only=True)
+class OptimizerState:
+    """What an optimiser's state is made of, to be saved and loaded."""
 
-def save_state(optimizer: NoisyOptimizer) -> dict[str, Any]:
-    """See `NoisyOptimizer.state_dict`; the tensors are copies."""
-    optimizer.guard.check()
-    return {
-        "format": FORMAT,
-        "family": optimizer.family,
-        "steps": optimizer._steps,
-        "settings": _settings(optimizer),
-        "rank": optimizer.ranks.rank,
-        "tensors": {name: tensor for entry in _entries(optimizer) for name, tensor in entry.read().items()},
-        "generators": {str(i): generator.get_state() for i, generator in enumerate(optimizer.generators)},
-        "likelihood": {name: tensor.detach().clone() for name, tensor in optimizer.likelihood.state_dict().items()},
-        "param_groups": [
+    kind: str
+    """The optimiser's class."""
+    structure: Structure
+    weights: DrawnWeights
+    covariance: Covariance
+    momentum: Momentum
+    priors: BlockPriors
+    likelihood: Likelihood
+    options: Options
+    ranks: Ranks
+    same_draw: bool
+
+    def save(self, param_groups: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
+        """See `NoisyOptimizer.state_dict`; the tensors are copies."""
+        return {
+            "format": FORMAT,
+            "family": self.structure.family.name,
+            "steps": steps,
+            "settings": self._settings(),
+            "rank": self.ranks.rank,
+            "state": self._tensors(),
+            "generators": {str(i): generator.get_state() for i, generator in enumerate(self.weights.generators)},
+            "likelihood": {name: tensor.detach().clone() for name, tensor in self.likelihood.state_dict().items()},
+            "param_groups": [
+                {
+                    **{name: _plain(value) for name, value in group.items() if name != "params"},
+                    "params": places,
+                }
+                for group, places in zip(param_groups, self._places(param_groups), strict=True)
+            ],
+        }
+
+    def _tensors(self) -> dict[int, dict[str, Tensor]]:
+        """By the number of a parameter, as torch's tools expect them: what belongs to a block is under its first."""
+        found: dict[int, dict[str, Tensor]] = {index: {} for index in range(len(self.structure.parameters))}
+        for entry in self._entries():
+            for (index, name), tensor in entry.read().items():
+                found[index][name] = tensor
+        return found
+
+    def load(self, state: Mapping[str, Any], param_groups: Sequence[dict[str, Any]]) -> int:
+        """See `NoisyOptimizer.load_state_dict`; everything is checked before anything changes. Returns the steps."""
+        self._check_kind(state)
+        entries = self._entries()
+        shapes = {name: shape for entry in entries for name, shape in entry.shapes().items()}
+        theirs = {(int(index), name): t for index, own in state["state"].items() for name, t in own.items()}
+        wrong = sorted(
             {
-                **{name: _plain(value) for name, value in group.items() if name != "params"},
-                "params": places,
+                key[1]
+                for key in shapes.keys() | theirs.keys()
+                if key not in shapes or key not in theirs or shapes[key] != theirs[key].shape
             }
-            for group, places in zip(optimizer.param_groups, _places(optimizer), strict=True)
-        ],
-    }
+        )
+        if wrong:
+            raise ValueError(
+                f"the state belongs to another model, other groups or another damping: {', '.join(wrong[:4])} "
+                f"{'differs' if len(wrong) == 1 else 'differ'} in shape or presence"
+            )
+        priors = {key: tensor for entry in entries if entry.is_prior for key, tensor in entry.read().items()}
+        if any(not torch.equal(tensor.cpu(), theirs[key].cpu()) for key, tensor in priors.items()):
+            raise ValueError(
+                "the state belongs to another prior: construct the optimiser with the prior it was saved with"
+            )
+        if len(state["generators"]) != len(self.weights.generators):
+            raise ValueError("the state has another number of replicas")
+        if [list(group["params"]) for group in state["param_groups"]] != self._places(param_groups):
+            raise ValueError("the state has other param groups, or the same in another order")
+        try:
+            copy.deepcopy(self.likelihood).load_state_dict(state["likelihood"])  # a failed load is half done
+        except RuntimeError as error:
+            raise ValueError(f"the state belongs to another likelihood: {error}") from error
+        self.likelihood.load_state_dict(state["likelihood"])
+        with torch.no_grad():
+            for entry in entries:
+                if not entry.is_prior:
+                    entry.write_(theirs)
+        for index, generator in enumerate(self.weights.generators):
+            generator.set_state(state["generators"][str(index)].cpu())
+        part_generators_(self.weights.generators, state["rank"], self.ranks, same_draw=self.same_draw)
+        for group, saved in zip(param_groups, state["param_groups"], strict=True):
+            for name, value in saved.items():
+                if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
+                    group[name].copy_(value)  # the tensor that a scheduler or a captured graph knows
+                elif name != "params":
+                    group[name] = _plain(value)
+        return int(state["steps"])
 
+    def _check_kind(self, state: Mapping[str, Any]) -> None:
+        """Raise for what is no state of an optimiser like this one."""
+        if isinstance(state.get("format"), int) and state["format"] < FORMAT:
+            raise ValueError(
+                f"the state has format {state['format']}, of an earlier noisygrad; this one reads {FORMAT}: "
+                f"{_CHANGED}. A file of the posterior itself (posterior.save) is still good"
+            )
+        if missing := _PARTS - set(state):
+            raise ValueError(f"this is not the state of a noisygrad optimiser: {', '.join(sorted(missing))} missing")
+        if state["format"] > FORMAT:
+            raise ValueError(f"the state has format {state['format']}, this noisygrad reads up to {FORMAT}: upgrade it")
+        family = self.structure.family.name
+        if state["family"] != family:
+            raise ValueError(
+                f"the state is of the family {state['family']!r}, this optimiser is {family!r} ({self.kind}): load it "
+                "into the optimiser that saved it"
+            )
+        ours = self._settings()
+        other = [
+            f"{name} is {state['settings'].get(name, 'not recorded')} there, {value} here"
+            for name, value in ours.items()
+            if name not in state["settings"] or state["settings"][name] != value
+        ]
+        if other:
+            raise ValueError(f"the state belongs to other settings: {'; '.join(other)}")
 
-def load_state(optimizer: NoisyOptimizer, state: Mapping[str, Any]) -> None:
-    """See `NoisyOptimizer.load_state_dict`; everything is checked before anything changes."""
-    missing = {
-        "format",
-        "family",
-        "steps",
-        "settings",
-        "rank",
-        "tensors",
-        "generators",
-        "likelihood",
-        "param_groups",
-    } - set(state)
-    if missing:
-        raise ValueError(f"this is not the state of a noisygrad optimiser: {', '.join(sorted(missing))} missing")
-    if state["format"] > FORMAT:
-        raise ValueError(f"the state has format {state['format']}, this noisygrad reads up to {FORMAT}: upgrade it")
-    if state["format"] < FORMAT:
-        raise ValueError(
-            f"the state has format {state['format']}, of an earlier noisygrad; this one reads {FORMAT}. A file of the "
-            "posterior itself (posterior.save) is still good"
-        )
-    if state["family"] != optimizer.family:
-        raise ValueError(
-            f"the state is of the family {state['family']!r}, this optimiser is {optimizer.family!r} "
-            f"({type(optimizer).__name__}): load it into the optimiser that saved it"
-        )
-    ours = _settings(optimizer)
-    other = [
-        f"{name} is {state['settings'].get(name, 'not recorded')} there, {value} here"
-        for name, value in ours.items()
-        if name not in state["settings"] or state["settings"][name] != value
-    ]
-    if other:
-        raise ValueError(f"the state belongs to other settings: {'; '.join(other)}")
-    entries = _entries(optimizer)
-    shapes = {name: shape for entry in entries for name, shape in entry.shapes().items()}
-    theirs = dict(state["tensors"])
-    wrong = [
-        name
-        for name in shapes.keys() | theirs.keys()
-        if name not in shapes or name not in theirs or shapes[name] != theirs[name].shape
-    ]
-    if wrong:
-        raise ValueError(
-            f"the state belongs to another model, other groups or another damping: {', '.join(sorted(wrong)[:4])} "
-            f"{'differs' if len(wrong) == 1 else 'differ'} in shape or presence"
-        )
-    priors = {name: tensor for entry in entries if entry.is_prior for name, tensor in entry.read().items()}
-    if any(not torch.equal(tensor.cpu(), theirs[name].cpu()) for name, tensor in priors.items()):
-        raise ValueError("the state belongs to another prior: construct the optimiser with the prior it was saved with")
-    if len(state["generators"]) != len(optimizer.generators):
-        raise ValueError("the state has another number of replicas")
-    if [list(group["params"]) for group in state["param_groups"]] != _places(optimizer):
-        raise ValueError("the state has other param groups, or the same in another order")
-    try:
-        copy.deepcopy(optimizer.likelihood).load_state_dict(state["likelihood"])  # a failed load is half done
-    except RuntimeError as error:
-        raise ValueError(f"the state belongs to another likelihood: {error}") from error
-    optimizer.likelihood.load_state_dict(state["likelihood"])
-    with torch.no_grad():
-        for entry in entries:
-            if not entry.is_prior:
-                entry.write_(theirs)
-    for index, generator in enumerate(optimizer.generators):
-        generator.set_state(state["generators"][str(index)].cpu())
-    part_generators_(optimizer.generators, state["rank"], optimizer.ranks, same_draw=optimizer._same_draw)
-    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        for name, value in saved.items():
-            if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
-                group[name].copy_(value)  # the tensor that a scheduler or a captured graph knows
-            elif name != "params":
-                group[name] = _plain(value)
-    optimizer._steps = int(state["steps"])
-    optimizer._consume()
+    def _entries(self) -> list[_Entry]:
+        """All tensors of the state. The mean is among them, for parameters too narrow to hold all its digits."""
+        structure, fisher = self.structure, self.covariance.fisher
+        found: list[_Entry] = [
+            _Vector("mean", self.weights.mean.flat, structure),
+            _Vector("momentum", self.momentum.average, structure),
+            _Vector("prior_mean", self.priors.mean, structure, is_prior=True),
+            _Record(0, "momentum_weight", _Single(self.momentum.weight)),
+            _Record(0, "updates", _Single(fisher.updates)),
+        ]
+        numbers = {name: index for index, name in enumerate(structure.parameters)}
+        for block in structure.blocks:
+            owner = block if block.follows_memory else None
+            index = numbers[block.units[0].slots[0].parameter]
+            records = {
+                "statistics/": fisher.statistics[block.name],
+                **{f"factors/{part}.": r for part, r in self.covariance.factors[block.name].records().items()},
+            }
+            found += [_Record(index, f"{block.name}/{part}", record, owner) for part, record in records.items()]
+            prior = self.priors.blocks[block.name]
+            found.append(_Record(index, f"{block.name}/prior/", prior, owner, is_prior=True))
+        return found
+
+    def _places(self, param_groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+        """The parameters of each param group, by their place in the model."""
+        places = {id(p): i for i, p in enumerate(self.structure.parameters.values())}
+        return [[places[id(p)] for p in group["params"]] for group in param_groups]
+
+    def _settings(self) -> dict[str, Any]:
+        """What the meaning of the tensors hangs on."""
+        names = ("num_data", "kl_weight", "damping_mode", "fisher_start", "momentum_mode")
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.likelihood.config().items())
+        return {name: getattr(self.options, name) for name in names} | {
+            "likelihood": f"{type(self.likelihood).__name__}({arguments})"
+        }
 
 
 @dataclass
@@ -134,76 +196,77 @@ class _Single(TensorRecord):
         return {"": self.tensor}
 
 
-@dataclass
-class _Entry:
-    """Tensors of the state: a record's, by this name and their own."""
+class _Entry(ABC):
+    """Tensors of the state, by the number of the parameter that they are kept under and a name."""
 
-    name: str
-    record: TensorRecord
-    owner: Structure | Block | None = None
-    """What knows in which order the numbers lie, if not in the usual one."""
+    is_prior = False
 
-    @property
-    def is_prior(self) -> bool:
-        return self.name == "prior_mean" or "/prior/" in self.name
-
-    def shapes(self) -> dict[str, torch.Size]:
+    @abstractmethod
+    def shapes(self) -> dict[Key, torch.Size]:
         """Of what `read` returns; nothing is copied for it."""
-        return {self.name + name: tensor.shape for name, tensor in self._like().tensors().items()}
 
-    def read(self) -> dict[str, Tensor]:
+    @abstractmethod
+    def read(self) -> dict[Key, Tensor]:
         """Copies, every matrix as one tensor and every parameter row by row."""
-        return {
-            self.name + name: copied(tensor, self.owner) for name, tensor in self.record.unpacked().tensors().items()
-        }
 
-    def write_(self, tensors: Mapping[str, Tensor]) -> None:
+    @abstractmethod
+    def write_(self, tensors: Mapping[Key, Tensor]) -> None:
         """The inverse of `read`."""
+
+
+class _Vector(_Entry):
+    """A flat vector, parameter by parameter."""
+
+    def __init__(self, name: str, flat: Tensor, structure: Structure, *, is_prior: bool = False) -> None:
+        self._name, self._weights, self.is_prior = name, FlatWeights(structure, flat), is_prior
+        self._keys = {parameter: (index, name) for index, parameter in enumerate(structure.parameters)}
+        self._shapes = structure.shapes
+
+    def shapes(self) -> dict[Key, torch.Size]:
+        return {key: self._shapes[parameter] for parameter, key in self._keys.items()}
+
+    def read(self) -> dict[Key, Tensor]:
+        found = self._weights.as_dict(like_parameters=False)
+        return {key: found[parameter] for parameter, key in self._keys.items()}
+
+    def write_(self, tensors: Mapping[Key, Tensor]) -> None:
+        self._weights.load_dict_({parameter: tensors[key] for parameter, key in self._keys.items()})
+
+
+class _Record(_Entry):
+    """The tensors of a record, all under one parameter.
+
+    Args:
+        index: The parameter's number.
+        name: In front of the names that the record gives them.
+        record: The record.
+        owner: The block that knows in which order the numbers lie, if not in the usual one.
+    """
+
+    def __init__(
+        self, index: int, name: str, record: TensorRecord, owner: Block | None = None, *, is_prior: bool = False
+    ) -> None:
+        self._index, self._name, self._record, self._owner, self.is_prior = index, name, record, owner, is_prior
+
+    def shapes(self) -> dict[Key, torch.Size]:
+        return {self._key(name): tensor.shape for name, tensor in self._like().tensors().items()}
+
+    def read(self) -> dict[Key, Tensor]:
+        whole = self._record.unpacked().tensors()
+        return {self._key(name): copied(tensor, self._owner) for name, tensor in whole.items()}
+
+    def write_(self, tensors: Mapping[Key, Tensor]) -> None:
         like = self._like()
-        theirs = {name: tensors[self.name + name] for name in like.tensors()}
-        if self.owner is not None:
-            theirs = {name: self.owner.to_memory(tensor) for name, tensor in theirs.items()}
-        self.record.load_unpacked_(like.with_tensors(theirs))
+        theirs = {name: tensors[self._key(name)] for name in like.tensors()}
+        if self._owner is not None:
+            theirs = {name: self._owner.to_memory(tensor) for name, tensor in theirs.items()}
+        self._record.load_unpacked_(like.with_tensors(theirs))
+
+    def _key(self, name: str) -> Key:
+        return self._index, self._name + name
 
     def _like(self) -> TensorRecord:
-        return self.record.map(lambda tensor: tensor.to("meta")).unpacked()
-
-
-def _entries(optimizer: NoisyOptimizer) -> list[_Entry]:
-    """All tensors of the state. The mean is among them, for parameters too narrow to hold all its digits."""
-    factors, structure = optimizer.factors, optimizer.structure
-    found = [
-        _Entry("mean", _Single(optimizer.mean.flat), structure),
-        _Entry("momentum", _Single(optimizer.mean_step.momentum), structure),
-        _Entry("momentum_weight", _Single(optimizer.mean_step.weight)),
-        _Entry("updates", _Single(factors.updates)),
-        _Entry("prior_mean", _Single(optimizer.priors.mean), structure),
-    ]
-    for block in factors.blocks:
-        parts: dict[str, TensorRecord] = {
-            "statistics/": factors.statistics[block.name],
-            "prior/": optimizer.priors.blocks[block.name],
-            **{f"factors/{part}.": record for part, record in factors.records(block).items()},
-        }
-        owner = block if block.family == "diagonal" else None
-        found += [_Entry(f"{block.name}/{part}", record, owner) for part, record in parts.items()]
-    return found
-
-
-def _places(optimizer: NoisyOptimizer) -> list[list[int]]:
-    """The parameters of each param group, by their place in the model."""
-    places = {id(p): i for i, p in enumerate(optimizer.structure.parameters.values())}
-    return [[places[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-
-
-def _settings(optimizer: NoisyOptimizer) -> dict[str, Any]:
-    """What the meaning of the tensors hangs on."""
-    options, likelihood = optimizer.options, optimizer.likelihood
-    names = ("num_data", "kl_weight", "damping_mode", "fisher_start", "momentum_mode")
-    arguments = ", ".join(f"{name}={value!r}" for name, value in likelihood.config().items())
-    return {name: getattr(options, name) for name in names} | {
-        "likelihood": f"{type(likelihood).__name__}({arguments})"
-    }
+        return self._record.map(lambda tensor: tensor.to("meta")).unpacked()
 
 
 def _plain(value: Any) -> Any:

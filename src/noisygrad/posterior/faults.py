@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
+from noisygrad.families.units import Unit
 from noisygrad.kernels.factorisation import FactorisationError
-
-if TYPE_CHECKING:
-    from noisygrad.posterior.blocks import Block
 
 
 def format_names(names: Sequence[str]) -> str:
@@ -19,15 +16,15 @@ def format_names(names: Sequence[str]) -> str:
 
 
 @contextmanager
-def naming_layers(block: Block) -> Iterator[None]:
-    """A FactorisationError inside names the layers at fault, or all of the block where it may be any."""
+def naming_layers(units: Sequence[Unit]) -> Iterator[None]:
+    """A FactorisationError inside names the layers at fault, or all of these where it may be any."""
     try:
         yield
     except FactorisationError as error:
-        stops = list(accumulate(unit.size for unit in block.units))
+        stops = list(accumulate(unit.size for unit in units))
         names = [
             unit.name
-            for unit, stop in zip(block.units, stops, strict=True)
+            for unit, stop in zip(units, stops, strict=True)
             if not error.weights or any(stop - unit.size <= place < stop for place in error.weights)
         ]
         raise FactorisationError(f"layer {format_names(names)}: {error}", error.condition, error.weights) from error

@@ -12,14 +12,15 @@ from torch import Tensor, nn
 
 from noisygrad.archive import read_archive
 from noisygrad.curvature.capture import unwrapped
-from noisygrad.families.base import DampingMode, Prior, TensorRecord
+from noisygrad.families import FAMILIES
+from noisygrad.families.base import DampingMode, Prior, Statistics, TensorRecord
 from noisygrad.likelihoods import Likelihood, by_name
-from noisygrad.posterior.blocks import Block, Family
+from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.faults import format_names
 from noisygrad.posterior.files import FORMAT
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
-from noisygrad.posterior.structure import FAMILIES, build_structure
+from noisygrad.posterior.structure import build_structure
 from noisygrad.posterior.weights import FlatWeights
 
 HEADER: dict[str, tuple[type, ...]] = {
@@ -37,7 +38,7 @@ HEADER: dict[str, tuple[type, ...]] = {
 MODES = get_args(DampingMode)
 
 
-def load_posterior(path: str | Path, model: nn.Module, *, family: Family | None = None) -> Posterior:
+def load_posterior(path: str | Path, model: nn.Module, *, family: str | None = None) -> Posterior:
     """The posterior in a file, for a model of the same architecture, whose parameters and buffers it then sets.
 
     Raises ValueError, and leaves the model alone, for a file that is truncated, damaged or not a posterior, of a newer
@@ -78,11 +79,11 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: Family | None 
     dtype = tensors["mean"].dtype
     statistics, priors = {}, {}
     for block in structure.blocks:
-        statistics[block.name] = block.identity(dtype, first.device).unpacked()  # as they are saved
-        shapes = _shapes(statistics[block.name])
-        found = _check(path, f"statistics/{block.name}/", tensors, shapes)
-        statistics[block.name].copy_(type(statistics[block.name]).from_tensors(found, {}))
-        priors[block.name] = _prior(path, block, entries[block.name], tensors, shapes)
+        plain = block.prior(lambda name: 1.0, dtype, first.device)
+        like = block.identity(plain, dtype, first.device)
+        found = _check(path, f"statistics/{block.name}/", tensors, _shapes(like))
+        statistics[block.name] = like.copy_(type(like).from_tensors(found, {}))
+        priors[block.name] = _prior(path, block, plain, entries[block.name], tensors, like)
     noise = _part(tensors, "likelihood")
     _check(path, "likelihood/", tensors, {name: tensor.shape for name, tensor in noise.items()})
     likelihood = _likelihood(path, header["likelihood"], noise, structure.replicas, tensors["mean"])
@@ -133,16 +134,18 @@ def _check(
 
 
 def _prior(
-    path: str | Path, block: Block, settings: object, tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
+    path: str | Path,
+    block: Block,
+    plain: Prior,
+    settings: object,
+    tensors: Mapping[str, Tensor],
+    statistics: Statistics,
 ) -> Prior:
-    """The prior of a block whose statistics have these shapes: a fitted one has the same."""
-    plain = block.prior(lambda name: 1.0, torch.float32, torch.device("cpu"))
+    """The prior of a block, which is like a plain one or like what a posterior with such statistics becomes."""
     if not isinstance(settings, dict) or settings.keys() != plain.settings().keys():
         raise ValueError(f"{path} is damaged: its header does not tell what prior the block {block.name!r} has")
-    if settings.get("diagonal", True):
-        shapes = _shapes(plain)
-    elif block.family == "full":
-        shapes = {"precision": shapes["fisher"]}
+    fitted = not settings.get("diagonal", True)
+    shapes = block.family.fitted_prior_shapes(statistics) if fitted else _shapes(plain)
     return type(plain).from_tensors(_check(path, f"prior/{block.name}/", tensors, shapes), settings)
 
 

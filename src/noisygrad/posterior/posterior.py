@@ -17,17 +17,18 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
+from noisygrad.families.dense import LARGEST as LARGEST_DENSE
 from noisygrad.families.kl import kl_divergence, log_prob
 from noisygrad.kernels.precision import full_precision
 from noisygrad.likelihoods import Likelihood
-from noisygrad.posterior.blocks import Block, Family
+from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.coverage import Coverage
 from noisygrad.posterior.faults import naming_layers
-from noisygrad.posterior.files import save_posterior
+from noisygrad.posterior.files import PosteriorFile
 from noisygrad.posterior.inputs import Call, Inputs, moved
 from noisygrad.posterior.normalisation import norm_batches, own_statistics, running_norms
 from noisygrad.posterior.prior import BlockPriors
-from noisygrad.posterior.structure import LARGEST_DENSE, Structure, parameter_order
+from noisygrad.posterior.structure import Structure, parameter_order
 from noisygrad.posterior.summary import Summary, summary_of
 from noisygrad.posterior.weights import FlatWeights, evaluating
 from noisygrad.predictions import Prediction
@@ -59,9 +60,9 @@ class Posterior:
         self._buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
     @property
-    def family(self) -> Family:
-        """The covariance family: diagonal, kronecker, tridiagonal or full."""
-        return self.structure.family
+    def family(self) -> str:
+        """The name of the covariance family: "diagonal", "kronecker", "tridiagonal", "full" or another one."""
+        return self.structure.family.name
 
     @cached_property
     def mean(self) -> dict[str, Tensor]:
@@ -85,7 +86,7 @@ class Posterior:
             return [(block, self._precision(block)) for block in self.structure.blocks if block.noise]
 
     def _precision(self, block: Block) -> Precision:
-        with naming_layers(block):
+        with naming_layers(block.units):
             return self.statistics[block.name].factorise(self._gammas[block.name], 0.0, self.damping_mode)
 
     def noisy_blocks(self) -> list[tuple[Block, Precision]]:
@@ -133,7 +134,8 @@ class Posterior:
 
     def summary(self) -> Summary:
         """How wide the posterior is, what it cost and how much of it the data determine, block by block; print it."""
-        return summary_of(self)
+        blocks = [(block, precision, self._gammas[block.name]) for block, precision in self.noisy_blocks()]
+        return summary_of(blocks, self._mean.flat, self.priors.mean, num_data=self.num_data, kl_weight=self.kl_weight)
 
     def std(self) -> dict[str, Tensor]:
         """Marginal standard deviation of each weight, for small networks (through the dense covariance)."""
@@ -172,8 +174,9 @@ class Posterior:
     def as_prior(self) -> FittedPrior:
         """The prior of the next fit: `NoisyKFAC(..., prior=posterior.as_prior())`.
 
-        The precision is kept in the family's structure; under exact damping a Kronecker block is brought to the nearest
-        Kronecker product (`families.kronecker.Precision.as_prior`). Blocks without noise keep the prior they had.
+        The precision is kept in the structure that the family can have as a prior: under exact damping a Kronecker
+        block is brought to the nearest Kronecker product (its `Precision.as_prior`). Blocks without noise keep the
+        prior they had.
         """
         scale = self.num_data / self.kl_weight
         fitted = {block.name: precision.as_prior().scaled(scale) for block, precision in self._precisions}
@@ -306,7 +309,17 @@ class Posterior:
 
     def save(self, path: str | Path) -> None:
         """Write everything to one safetensors file; read it with `load_posterior(path, model)`."""
-        save_posterior(self, path)
+        PosteriorFile(
+            structure=self.structure,
+            mean=self._mean.flat,
+            statistics=self.statistics,
+            priors=self.priors,
+            likelihood=self.likelihood,
+            buffers=self._buffers,
+            num_data=self.num_data,
+            kl_weight=self.kl_weight,
+            damping_mode=self.damping_mode,
+        ).write(path)
 
 
 def _positive(name: str, value: int) -> int:

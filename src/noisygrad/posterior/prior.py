@@ -45,9 +45,10 @@ class BlockPriors:
                     for block in structure.blocks
                 },
             )
-        if fitted.family != structure.family:
+        family = structure.family.name
+        if fitted.family != family:
             raise ValueError(
-                f"the prior comes from a posterior of the family {fitted.family!r}, this fit is {structure.family!r}; "
+                f"the prior comes from a posterior of the family {fitted.family!r}, this fit is {family!r}; "
                 "continue with the optimiser that fitted it"
             )
         shapes = {name: tensor.shape for name, tensor in fitted.means.items()}
@@ -77,7 +78,7 @@ class BlockPriors:
     ) -> BlockPriors:
         blocks = dict(self.blocks)
         for block in structure.blocks:
-            if block.family == "diagonal":
+            if block.follows_memory:
                 blocks[block.name] = blocks[block.name].map(lambda tensor, block=block: move(block, tensor))
         return BlockPriors(move_all(self.mean), blocks)
 

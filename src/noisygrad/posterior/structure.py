@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from noisygrad.curvature.layers import find_units
-from noisygrad.curvature.units import Slot, Unit
+from noisygrad.families import Family, family_named
 from noisygrad.families.base import Statistics, has_constant_rows
-from noisygrad.posterior import parameters
-from noisygrad.posterior.blocks import Block, Family
-from noisygrad.posterior.coverage import Coverage, coverage_of
+from noisygrad.families.units import Slot, Unit
+from noisygrad.posterior.blocks import Block
+from noisygrad.posterior.coverage import Coverage
 from noisygrad.posterior.faults import format_names
-from noisygrad.posterior.parameters import ParameterViews
 
-FAMILIES: tuple[Family, ...] = ("diagonal", "kronecker", "tridiagonal", "full")
-LARGEST_DENSE = 20_000
-"""A dense block of more weights than this (3 GB in float64) is refused with advice instead of an out-of-memory."""
+DEVICES = {"cuda"}
+"""Where flat vectors follow the memory of the parameters, so that copies take no detour."""
 
 
 @dataclass
@@ -41,7 +38,6 @@ class Structure:
     frozen: dict[str, nn.Parameter]
     replicas: tuple[int, ...]
     notes: dict[str, str] = field(default_factory=dict)
-    _parameter_views: ParameterViews | None = field(default=None, repr=False)
 
     @property
     def size(self) -> int:
@@ -70,7 +66,7 @@ class Structure:
         that of its rows. `to_memory` and `from_memory` go between the two.
         """
         first = next(iter(self.parameters.values()))
-        if first.device.type not in parameters.DEVICES or self.family == "full" or self.replicas:
+        if first.device.type not in DEVICES or self.family.layout == "rows" or self.replicas:
             return self
         new = {unit.name: _as_it_lies(unit, self.parameters) for unit in self.units}
         if not any(unit.has_custom_layout for unit in new.values()):
@@ -98,18 +94,6 @@ class Structure:
             return flat
         return torch.cat([move(block, block.segment(flat)) for block in self.blocks], dim=-1)
 
-    def parameter_views(self, slots: Sequence[Slot]) -> ParameterViews:
-        """The parts of the parameters that `slots` hold; one object for all flat vectors of this structure."""
-        if self._parameter_views is None:
-            parts = [(slot, self.parameters[slot.parameter]) for slot in slots]
-            self._parameter_views = ParameterViews(parts, len(self.replicas))
-        return self._parameter_views
-
-    @property
-    def generation(self) -> int:
-        """Counts how often parameters were found in another place of memory."""
-        return self._parameter_views.generation if self._parameter_views is not None else 0
-
     def group_part(self, group: int) -> slice:
         """The part of the flat vector that a param group owns; groups lie one after another."""
         mine = [block for block in self.blocks if block.group == group]
@@ -126,17 +110,41 @@ class Structure:
 
     def coverage(self, statistics: Mapping[str, Statistics] | None = None) -> Coverage:
         """Which block each parameter got and why, frozen ones included; `statistics` tell what became of couplings."""
-        return coverage_of(self, statistics or {})
+        notes = dict(self.notes)
+        for block in self.blocks:
+            if statistics and block.name in statistics:
+                notes |= block.family.notes(block.units, statistics[block.name])
+        rows = [(slot.parameter, self._row(block, unit, slot, notes)) for block, unit, slot in self._slots()]
+        order = {name: index for index, name in enumerate(self.parameters)}
+        rows.sort(key=lambda row: order[row[0]])
+        frozen = [
+            (name, "×".join(map(str, parameter.shape)), "frozen", "requires_grad is False")
+            for name, parameter in self.frozen.items()
+        ]
+        return Coverage((*(row for _, row in rows), *frozen))
+
+    def _slots(self) -> Iterator[tuple[Block, Unit, Slot]]:
+        return ((block, unit, slot) for block in self.blocks for unit in block.units for slot in unit.slots)
+
+    def _row(self, block: Block, unit: Unit, slot: Slot, notes: Mapping[str, str]) -> tuple[str, str, str, str]:
+        """One line of the table of coverage: parameter, shape, block, why."""
+        parameter = self.parameters[slot.parameter]
+        shape = "×".join(map(str, slot.of(parameter, len(self.replicas)).shape)) or "scalar"
+        name = slot.parameter if slot.rows is None else f"{slot.parameter}[{slot.rows[0]}:{slot.rows[1]}]"
+        kind = f"{block.family}:{block.name}" + ("" if block.noise else " (no noise)")
+        why = notes.get(unit.name, unit.note) or unit.layer
+        return name, shape, kind, why if parameter.requires_grad else f"{why}; frozen since"
 
 
 def build_structure(
-    model: nn.Module, family: Family, group_of: Callable[[str], int] = lambda name: 0, noise: Sequence[bool] = (True,)
+    model: nn.Module, family: str, group_of: Callable[[str], int] = lambda name: 0, noise: Sequence[bool] = (True,)
 ) -> Structure:
-    """Every trainable parameter of `model` in a block of the family, or in a diagonal one where that does not apply.
+    """Every trainable parameter of `model` in a block of the named family, or in another where that does not apply.
 
     `group_of` names the param group of each parameter and `noise` says which groups are noisy. Raises for a model
     without trainable parameters, and where a layer's parameters lie in different groups.
     """
+    kind = family_named(family)
     units, layers = find_units(model)
     if not units:
         raise ValueError("the model has no trainable parameters")
@@ -153,12 +161,13 @@ def build_structure(
     blocks: list[Block] = []
     for group, noisy in enumerate(noise):
         mine = [unit for unit in units if groups[unit.name] == group]
-        for name, kind, members in _partition(mine, units, family, notes):
+        for part in kind.partition(mine, units):
             start = blocks[-1].start + blocks[-1].size if blocks else 0
-            unique = f"{name}@{group}" if group else name
-            blocks.append(Block(unique, kind, tuple(members), start, group, noisy))
+            unique = f"{part.name}@{group}" if group else part.name
+            blocks.append(Block(unique, part.family, part.units, start, group, noisy))
+            notes |= part.notes
     return Structure(
-        family,
+        kind,
         blocks,
         layers,
         {name: p for name, p in model.named_parameters() if p.requires_grad},
@@ -192,51 +201,6 @@ def _group(unit: Unit, group_of: Callable[[str], int]) -> int:
             'use patterns that cover the whole layer, such as "layer.*"'
         )
     return next(iter(found.values()))
-
-
-def _partition(
-    units: Sequence[Unit], all_units: Sequence[Unit], family: Family, notes: dict[str, str]
-) -> Iterable[tuple[str, Family, list[Unit]]]:
-    """The blocks of one param group: name, family and members."""
-    if not units:
-        return
-    rest = [unit for unit in units if unit.kind == "other"] if family == "full" else list(units)
-    if family == "full" and len(rest) < len(units):
-        together = [unit for unit in units if unit.kind != "other"]
-        size = sum(unit.size for unit in together)
-        if size > LARGEST_DENSE:
-            raise ValueError(
-                f"a full covariance over {size} weights needs a matrix of {size}×{size}; at most {LARGEST_DENSE} are "
-                "supported. Use NoisyKFAC or NoisyBlockTridiagonal, or freeze layers"
-            )
-        yield "all", "full", together
-    if family in {"kronecker", "tridiagonal"}:
-        for chain in _chains(units, all_units) if family == "tridiagonal" else []:
-            for before, after in pairwise(chain):
-                notes[after.name] = f"{after.layer}, coupled with {before.name}"
-            yield "–".join((chain[0].name, chain[-1].name)), "tridiagonal", chain
-            rest = [unit for unit in rest if unit not in chain]
-        for unit in rest:
-            if unit.kind == "matrix":
-                if family == "tridiagonal":
-                    notes[unit.name] = f"{unit.layer} without a neighbour to couple with: coupling zero"
-                yield unit.name, "kronecker", [unit]
-        rest = [unit for unit in rest if unit.kind != "matrix"]
-        notes.update({unit.name: f"{unit.layer}: diagonal" for unit in rest if not unit.note})
-    if rest:
-        yield ("diagonal" if family != "diagonal" else "all"), "diagonal", rest
-
-
-def _chains(units: Sequence[Unit], all_units: Sequence[Unit]) -> list[list[Unit]]:
-    """Runs of two or more Linear layers that follow one another; any other layer with a matrix ends a run."""
-    chains: list[list[Unit]] = [[]]
-    mine = set(units)
-    for unit in all_units:
-        if unit.chainable and unit in mine:
-            chains[-1].append(unit)
-        elif unit.kind in {"matrix", "embedding"}:
-            chains.append([])
-    return [chain for chain in chains if len(chain) > 1]
 
 
 def copied(tensor: Tensor, owner: Structure | Block | None) -> Tensor:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from noisygrad.families.base import Precision, Prior
 from noisygrad.families.kl import kl_divergence
 from noisygrad.posterior.blocks import Block
-
-if TYPE_CHECKING:
-    from noisygrad.posterior.posterior import Posterior
 
 _UNDETERMINED = 0.01
 """Below this share of its weights a piece is said to be as before the data."""
@@ -92,13 +90,19 @@ def _line(row: tuple[str, ...], widths: list[int]) -> str:
     return "  ".join([first.ljust(widths[0]), *cells, note]).rstrip()
 
 
-def summary_of(posterior: Posterior) -> Summary:
-    """The summary of a posterior; raises ValueError for a point estimate."""
-    scale = posterior.num_data / posterior.kl_weight
-    mean = posterior._mean.flat
-    difference = mean - posterior.priors.mean
+def summary_of(
+    blocks: Iterable[tuple[Block, Precision, Prior]],
+    mean: Tensor,
+    prior_mean: Tensor,
+    *,
+    num_data: int,
+    kl_weight: float,
+) -> Summary:
+    """The summary of noisy blocks, each with its P and its Γ, around a mean."""
+    scale = num_data / kl_weight
+    difference = mean - prior_mean
     found = []
-    for block, precision, gamma in _pieces(posterior):
+    for block, precision, gamma in _independent_pieces(blocks):
         identity = block.prior(lambda name: 1.0, mean.dtype, mean.device)
         squares = block.total(block.vector(mean).square().sum(-1))
         variances = block.total(precision.trace(identity)) / scale
@@ -112,19 +116,15 @@ def summary_of(posterior: Posterior) -> Summary:
             determined=block.size - float(block.total(precision.trace(gamma)).mean()),
         )
         found.append(piece)
-    return Summary(pieces=tuple(found), num_data=posterior.num_data, kl_weight=posterior.kl_weight)
+    return Summary(pieces=tuple(found), num_data=num_data, kl_weight=kl_weight)
 
 
-def _pieces(posterior: Posterior) -> Iterator[tuple[Block, Precision, Prior]]:
-    """The noisy blocks; a diagonal one layer by layer, since its weights have nothing to do with each other."""
-    for block, precision in posterior.noisy_blocks():
-        gamma = posterior._gammas[block.name]
-        if block.family != "diagonal":
-            yield block, precision, gamma
-            continue
-        first = 0
-        for unit in block.units:
-            piece = dataclasses.replace(block, name=unit.name, units=(unit,), start=block.start + first)
-            rows = slice(first, first + unit.size)
-            yield piece, precision.map(lambda t, rows=rows: t[..., rows]), gamma.map(lambda t, rows=rows: t[..., rows])
-            first += unit.size
+def _independent_pieces(
+    blocks: Iterable[tuple[Block, Precision, Prior]],
+) -> Iterator[tuple[Block, Precision, Prior]]:
+    """The blocks in the pieces that their families find independent, each as a block of its own."""
+    for block, precision, gamma in blocks:
+        for piece in block.family.split(block.units, precision, gamma):
+            name, start = piece.name or block.name, block.start + piece.start
+            part = dataclasses.replace(block, name=name, units=piece.units, start=start)
+            yield part, piece.precision, piece.prior

@@ -1,8 +1,9 @@
 """One flat vector of weights and its views in the shapes of the parameters.
 
-A copy between the model and the flat vector is one `foreach` call over views, in either direction, on a GPU perhaps
-with a gather (`parameters.Staging`); nothing of the model is replaced, so optimiser, DDP and compiled code keep the
-parameters that they know.
+A copy between the model and the flat vector is one `foreach` call over views, in either direction; nothing of the model
+is replaced, so optimiser, DDP and compiled code keep the parameters that they know. A GPU copies a list of tensors to
+another in one launch only where the two agree in their strides, else in one launch for each tensor. Where they do not
+agree, as with replicas, there is a staging copy in between, one gather away.
 """
 
 from __future__ import annotations
@@ -14,15 +15,101 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from noisygrad.posterior.parameters import ParameterViews
 from noisygrad.posterior.structure import Structure
+
+DEVICES = {"cuda"}
+"""Where the number of launches counts; a CPU copies tensor by tensor in any case."""
+
+
+class ParameterViews:
+    """Detached views of the (parts of) parameters in the order of the flat vector.
+
+    One object for all flat vectors of an optimiser, which notice together when a parameter has moved in memory.
+    """
+
+    def __init__(self, structure: Structure) -> None:
+        parameters = structure.parameters
+        self._parts = [(slot, parameters[slot.parameter]) for unit in structure.units for slot in unit.slots]
+        self._lead = len(structure.replicas)
+        self._storages: list[int] = []
+        self._staging: dict[tuple[torch.dtype, torch.device], Staging | None] = {}
+        self.generation = 0
+        """Counts how often parameters were found in another place of memory."""
+        self.known: list[Tensor] = []
+        self.current()
+
+    def current(self) -> list[Tensor]:
+        """The views, made anew if a parameter's storage was replaced (`model.to`, `p.data = …`) since."""
+        storages = [parameter.data_ptr() for _, parameter in self._parts]
+        if storages != self._storages:
+            self._storages = storages
+            self.generation += 1
+            self._staging.clear()
+            self.known = [slot.of(parameter.detach(), self._lead) for slot, parameter in self._parts]
+        return self.known
+
+    def staging(self, flat: Tensor, views: Sequence[Tensor]) -> Staging | None:
+        """What lies between the parameters and a flat vector; None where they are rather copied directly.
+
+        One for all flat vectors of a type, since what is in it does not outlast a copy. It stays as long as the
+        parameters do: recorded graphs know its memory.
+        """
+        if flat.device.type not in DEVICES:
+            return None
+        key = (flat.dtype, flat.device)
+        if key not in self._staging:
+            alike = all(own.stride() == view.stride() for own, view in zip(self.known, views, strict=True))
+            self._staging[key] = None if alike or not flat.is_contiguous() else Staging(self.known, flat, views)
+        return self._staging[key]
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without the staging, which is made anew where it is needed."""
+        return {**vars(self), "_staging": {}}
+
+
+class Staging:
+    """The numbers of a flat vector parameter after parameter, each in its own order of memory: one gather away.
+
+    Args:
+        parameters: Those that are to be copied, with the strides that they have.
+        flat: The flat vector, or one like it.
+        views: Its views in the shapes of the parameters.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], flat: Tensor, views: Sequence[Tensor]) -> None:
+        self._numbers = torch.empty_like(flat).view(-1)
+        places = torch.arange(flat.numel(), dtype=torch.int32)
+        gather = torch.empty_like(places)
+        self.views: list[Tensor] = []
+        start = 0
+        for parameter, view in zip(parameters, views, strict=True):
+            # The strides of a dense tensor are kept by `empty_like`; others have none to keep.
+            strides = torch.empty_like(parameter, device="meta").stride()
+            self.views.append(self._numbers.as_strided(parameter.shape, strides, start))
+            offset = view.storage_offset() - flat.storage_offset()
+            gather.as_strided(view.shape, view.stride(), offset).copy_(
+                places.as_strided(parameter.shape, strides, start)
+            )
+            start += parameter.numel()
+        self._gather = gather.to(flat.device)
+        self._scatter = torch.empty_like(places).index_copy_(0, gather.long(), places).to(flat.device)
+
+    def copy_to_(self, flat: Tensor) -> None:
+        """What is here into a flat vector."""
+        torch.index_select(self._numbers, 0, self._gather, out=flat.view(-1))
+
+    def filled_from(self, flat: Tensor) -> list[Tensor]:
+        """The views, which now hold the numbers of a flat vector."""
+        torch.index_select(flat.view(-1), 0, self._scatter, out=self._numbers)
+        return self.views
 
 
 class FlatWeights:
     """A vector `[*replicas, n]` in the order of the blocks, seen as the model's parameters."""
 
-    def __init__(self, structure: Structure, flat: Tensor) -> None:
+    def __init__(self, structure: Structure, flat: Tensor, parameters: ParameterViews | None = None) -> None:
         self.flat = flat
+        self._shared = parameters
         self._structure = structure
         self._lead = len(structure.replicas)
         self._slots = []
@@ -38,15 +125,22 @@ class FlatWeights:
     @cached_property
     def _parameters(self) -> ParameterViews:
         """Made where they are first needed: they keep the parameters' memory alive."""
-        return self._structure.parameter_views(self._slots)
+        return ParameterViews(self._structure) if self._shared is None else self._shared
 
     @classmethod
-    def zeros(cls, structure: Structure, dtype: torch.dtype, device: torch.device) -> FlatWeights:
+    def zeros(
+        cls,
+        structure: Structure,
+        dtype: torch.dtype,
+        device: torch.device,
+        parameters: ParameterViews | None = None,
+    ) -> FlatWeights:
         """A new vector of zeros."""
-        return cls(structure, torch.zeros(*structure.replicas, structure.size, dtype=dtype, device=device))
+        flat = torch.zeros(*structure.replicas, structure.size, dtype=dtype, device=device)
+        return cls(structure, flat, parameters)
 
     def find_parameters(self) -> None:
-        """Notice parameters that were moved in memory since: `structure.generation` then counts."""
+        """Notice parameters that were moved in memory since: `ParameterViews.generation` then counts."""
         self._parameters.current()
 
     def read_parameters_(self) -> None:

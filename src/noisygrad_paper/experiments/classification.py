@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from noisygrad.distributed import mean_of_processes, processes
 from noisygrad.networks import VGG16, ConvNet
-from noisygrad.optim.generators import BETWEEN_RANKS
+from noisygrad.optim.draw import BETWEEN_RANKS
 from noisygrad.training.history import EpochRecord, History
 from noisygrad.training.loop import train
 from noisygrad.versions import device_name

@@ -276,7 +276,7 @@ def _with_constant(x: Tensor) -> Tensor:
 
 
 def _noisy(**changes: Any) -> Noisy:
-    return Noisy(NoisySettings(fisher_rate=0.01, momentum=0.0, **changes))
+    return Noisy(NoisySettings(fisher_decay=0.99, momentum=0.0, **changes))
 
 
 METHODS: dict[str, Method] = {

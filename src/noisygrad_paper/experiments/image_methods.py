@@ -268,13 +268,14 @@ def _point(model: nn.Module, likelihood: Categorical, num_data: int) -> Posterio
     likelihood.bind(structure.replicas, device, torch.float32)
     mean = FlatWeights.zeros(structure, torch.float32, device)
     mean.read_parameters_()
+    priors = BlockPriors.build(structure, 1.0, None, torch.float32, device)
     return Posterior(
         model,
         likelihood,
         structure,
         mean.flat,
-        {block.name: block.identity(torch.float32, device) for block in structure.blocks},
-        BlockPriors.build(structure, 1.0, None, torch.float32, device),
+        {block.name: block.identity(priors.blocks[block.name], torch.float32, device) for block in structure.blocks},
+        priors,
         num_data=num_data,
         kl_weight=1.0,
         damping_mode="factored",

@@ -24,7 +24,7 @@ from torch import Tensor
 from noisygrad.archive import write_atomically
 from noisygrad.likelihoods import Gaussian
 from noisygrad.replicas.engine import Execution, ReplicaGenerators, train_replicas
-from noisygrad.replicas.noisy import Family, NoisyLearner, NoisySettings
+from noisygrad.replicas.noisy import NoisyLearner, NoisySettings
 from noisygrad.replicas.perceptrons import Perceptrons
 from noisygrad.training.threads import one_thread
 from noisygrad.versions import device_name, versions
@@ -33,7 +33,7 @@ from noisygrad_paper.experiments.cells import ConfigurationError, ResultsError
 from noisygrad_paper.experiments.regression import annealing
 
 EXPERIMENT = "precision-matrices"
-FAMILIES: dict[str, Family] = {
+FAMILIES: dict[str, str] = {
     "NNG-FFG": "diagonal",
     "NNG-MVG": "kronecker",
     "NNG-BlkTri": "tridiagonal",
@@ -56,7 +56,7 @@ class PrecisionConfig:
     epochs: int = 300
     batch_size: int = 10
     lr: float = 0.01  # α̃
-    fisher_rate: float = 0.001  # β̃
+    fisher_decay: float = 0.999  # 1 − β̃
     anneal: float = 0.1
     """What both rates are multiplied by in the second half of the epochs."""
     kl_clip: float = 1e-3  # c
@@ -78,7 +78,7 @@ class PrecisionConfig:
         return NoisySettings(
             family=family,
             lr=self.lr,
-            fisher_rate=self.fisher_rate,
+            fisher_decay=self.fisher_decay,
             kl_clip=self.kl_clip,
             factor_every=self.factor_every if family in ("tridiagonal", "full") else 1,
         )

@@ -16,7 +16,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from noisygrad.families.base import Prior, Sampler, Solver, SolverSampler, Statistics, TensorRecord
+from noisygrad.algorithm.block_factors import BlockFactors, cropped_to, member_of
+from noisygrad.families.base import Prior, SolverSampler, Statistics, TensorRecord
 from noisygrad.posterior.blocks import Block
 
 Record = TypeVar("Record", bound=TensorRecord)
@@ -28,29 +29,6 @@ TOGETHER = 1 << 23
 """Matrices of so many numbers are factorised together: it takes several times their memory."""
 _PADDED = {"right": (-2, -1), "inverse_right": (-2, -1), "right_basis": (-2, -1), "spectrum": (-1,)}
 """The dimensions of the factors' tensors that count inputs; of a band (`right.0`) all have the first, the last both."""
-
-
-@dataclass
-class BlockFactors:
-    """What one block samples with and steps with."""
-
-    sampler: Sampler | None
-    stepper: Solver
-
-    @property
-    def shared(self) -> bool:
-        """Whether both are one."""
-        return isinstance(self.sampler, SolverSampler) and self.sampler is self.stepper
-
-    def member(self, like: BlockFactors, lead: int, index: int) -> BlockFactors:
-        """Those of one block in a stack's, as views of the sizes of `like`."""
-        stepper = _member(self.stepper, like.stepper, lead, index)
-        if self.sampler is None or like.sampler is None:
-            return BlockFactors(None, stepper)
-        if self.shared:
-            assert isinstance(stepper, SolverSampler)
-            return BlockFactors(stepper, stepper)
-        return BlockFactors(_member(self.sampler, like.sampler, lead, index), stepper)
 
 
 @dataclass
@@ -115,7 +93,7 @@ class Stack:
             pairs.append((self.factors.sampler, new.sampler))
         for old, other in pairs:
             if old is not None and other is not None:
-                _cropped(old, other).copy_(other)
+                cropped_to(old, other).copy_(other)
 
 
 class Stacks:
@@ -201,8 +179,8 @@ class Stacks:
 
 
 def can_stack(block: Block) -> bool:
-    """Whether the block is one Kronecker product."""
-    return block.family == "kronecker" and block.num_groups == 1
+    """Whether the block is one matrix, of a family that can be stacked."""
+    return block.family.stackable and block.num_groups == 1
 
 
 def _key(factors: BlockFactors, prior: Prior) -> object:
@@ -239,21 +217,5 @@ def _stack(records: Sequence[Record], lead: int, padding: int) -> Record:
         changes[name] = (first.new_ones if name == "spectrum" else first.new_zeros)(shape)
     stacked = records[0].with_tensors(changes)
     for index, record in enumerate(records):
-        _member(stacked, record, lead, index).copy_(record)
+        member_of(stacked, record, lead, index).copy_(record)
     return stacked
-
-
-def _member(stacked: Record, like: Record, lead: int, index: int) -> Record:
-    """One of them as views into the stack."""
-    return _cropped(stacked.map(lambda tensor: tensor.select(lead, index)), like)
-
-
-def _cropped(padded: Record, like: Record) -> Record:
-    """Views into the tensors, of the sizes of another record's."""
-    views: dict[str, Tensor] = {}
-    for name, tensor in like.tensors().items():
-        view = padded.tensors()[name]
-        for dim, size in enumerate(tensor.shape):
-            view = view.narrow(dim, 0, size)
-        views[name] = view
-    return padded.with_tensors(views)

@@ -1,8 +1,8 @@
-"""What a user holds inside `optimizer.sampled()`, and what the draws leave behind for `step()`."""
+"""What the draws since the last step have left behind for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,8 +16,8 @@ from noisygrad.posterior.blocks import Block
 
 
 @dataclass
-class Pending:
-    """What the draws since the last step have left."""
+class Accumulated:
+    """Sums over the draws, losses and statistics since the last step."""
 
     weights: Tensor | None = None
     """Σ over draws of the sampled weights, a flat vector."""
@@ -33,8 +33,8 @@ class Pending:
     """Those that some statistics are of."""
     known_finite: bool = True
     """Whether all statistics were looked at and are finite; a GPU is not waited for."""
-    trails: list[FiniteTrace] = field(default_factory=list)
-    """Of each pass that is not known to be finite, where its numbers were finite."""
+    traces: list[FiniteTrace] = field(default_factory=list)
+    """Of each pass that is not known to be finite, where its numbers were."""
     noise: Tensor | None = None
     """Σ over losses of batch size × the likelihood's own statistic."""
     noise_examples: float | Tensor = 0.0
@@ -55,6 +55,16 @@ class Pending:
         assert self.weights is not None
         return self.weights if self.draws == 1 else self.weights / self.draws
 
+    def check_complete(self) -> None:
+        """Raise where there is nothing to make a step of, or where statistics are missing."""
+        if self.draws == 0:
+            raise RuntimeError("step() has nothing to work with: no sampled() context was entered since the last step")
+        if self.expected_statistics and self.calls == 0:
+            raise RuntimeError(
+                "this step was due to take statistics, but no loss was computed by draw.nll(output, target): the "
+                "Fisher, and so the width of the posterior, would be wrong"
+            )
+
     def sum_over(self, ranks: Ranks, statistics: Mapping[str, Statistics]) -> None:
         """Add up what all ranks have; batches may differ in size, and layers unused on one rank may be used on others.
 
@@ -72,7 +82,7 @@ class Pending:
         counts = {name: count for name, count in self.examples.items() if isinstance(count, Tensor)}
         for name, count in counts.items():
             self.statistics[name] = self.statistics[name].map(lambda tensor, count=count: tensor * count)
-        sums = [tensor for s in self.statistics.values() for tensor in s.tensors().values()]
+        sums = [tensor for s in self.statistics.values() for tensor in s.averages().values()]
         noise = [] if self.noise is None else [self.noise]
         ranks.sum_([self.weights, *sums, *counts.values(), self.noise_examples, *noise])
         self.weights /= ranks.size
@@ -96,7 +106,11 @@ class Pending:
             self.statistics[block.name].update_(measured, 1.0 - weight / self.examples[block.name])
         if not finite:
             self.known_finite = False
-            self.trails += FiniteTrace.of(passes)
+            self.traces += FiniteTrace.of(passes)
+
+    def drop_statistics(self) -> None:
+        """Give up what was measured, to measure again."""
+        self.statistics, self.examples, self.traces, self.known_finite = {}, {}, [], True
 
     def add_loss(self, loss: Tensor) -> None:
         """Count one loss; the value is kept for reporting."""
@@ -113,47 +127,3 @@ class Pending:
             return
         self.noise = statistic * batch if self.noise is None else self.noise + statistic * batch
         self.noise_examples += batch
-
-
-class Draw:
-    """One draw of the weights, valid inside `with optimizer.sampled() as draw`."""
-
-    def __init__(self, measure: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self._measure = measure
-        self._open = True
-        self.has_loss = False
-        """Whether a loss was computed that is to be differentiated."""
-        self._waiting: dict[int, str] = {}
-
-    # Like `step`, it leaves much beside tensors.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def nll(self, output: Tensor, target: Tensor) -> Tensor:
-        """The loss to differentiate: the mean negative log-likelihood over the batch.
-
-        Where this step takes statistics, they are taken here. Call `backward()` on the result (scaled by a GradScaler
-        if you like) before leaving the context. Several calls, in one context or in several, are averaged by `step()`:
-        do not divide the loss yourself.
-        """
-        if not self._open:
-            raise RuntimeError(
-                "this draw is over: its weights are gone. Compute the loss inside `with optimizer.sampled()`"
-            )
-        loss = self._measure(output, target)
-        if loss.requires_grad:
-            self.has_loss = True
-            key = len(self._waiting) if not self._waiting else max(self._waiting) + 1
-            self._waiting[key] = "loss"
-            loss.register_hook(lambda gradient: self._waiting.pop(key, None) and None)
-        return loss
-
-    def close(self) -> None:
-        """End the draw."""
-        self._open = False
-
-    def check_differentiated(self) -> None:
-        """Raise if a loss was never differentiated."""
-        if self._waiting:
-            raise RuntimeError(
-                "leaving sampled() with a loss that was not differentiated: its graph belongs to weights that are now "
-                "replaced by the mean. Call backward() inside the context (or compute it under torch.no_grad())"
-            )

@@ -1,0 +1,329 @@
+"""The covariance side of a step: P = F̄ + Γ of every block, factorised for draws and for steps.
+
+All in place, so that a captured graph sees it, and batched over replicas. A refresh either succeeds or leaves all
+factors as they were; `refresh_where_finite_` decides so for each replica by itself, without a look at the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from noisygrad.algorithm import stacks
+from noisygrad.algorithm.block_factors import BlockFactors
+from noisygrad.algorithm.fisher import FisherAverage, FisherStart
+from noisygrad.algorithm.stacks import Stack, Stacks, can_stack
+from noisygrad.distributed import Ranks
+from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
+from noisygrad.kernels.backup import Backup
+from noisygrad.kernels.factorisation import FactorisationError, capturing, deferred, unchecked
+from noisygrad.kernels.precision import full_precision
+from noisygrad.posterior.blocks import Block
+from noisygrad.posterior.faults import naming_layers
+
+
+class Covariance:
+    """F̄ of every block, its prior Γ in units of the Fisher, and P = F̄ + Γ factorised.
+
+    Args:
+        blocks: Where each lies in the flat vector, and of which family it is.
+        priors: Γ of each block, by name.
+        damping_mode: How the prior is added to F̄.
+        start: What becomes of the identity that F̄ starts from.
+        floor: Added to the diagonal of the Fisher as it is measured.
+        ranks: The processes that share the work of a refresh.
+        lean: Whether to keep only what draws and steps need, in as little memory as possible; else whole precisions.
+        repeated: Whether several steps use the same factors.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        priors: Mapping[str, Prior],
+        *,
+        damping_mode: DampingMode,
+        start: FisherStart = "forgotten",
+        floor: float = 0.0,
+        ranks: Ranks | None = None,
+        lean: bool = True,
+        repeated: bool = True,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.blocks = list(blocks)
+        self.priors = priors
+        self.fisher = FisherAverage(self.blocks, priors, start=start, floor=floor, dtype=dtype, device=device)
+        self.statistics = self.fisher.statistics
+        self.factors: dict[str, BlockFactors] = {}
+        self.generation = 0
+        """Counts how often a block's factors were replaced by others in another place of memory."""
+        self.noisy = any(block.noise for block in self.blocks)
+        self._stacks: Stacks | None = None
+        self._stacked_at = 0
+        self._size = sum(block.size for block in self.blocks)
+        self._mode = damping_mode
+        self._lean, self._repeated = lean, repeated
+        self._ranks = Ranks.alone() if ranks is None else ranks
+        self._owners = self._ranks.share_out([block.family.cost(block.units) for block in self.blocks])
+        self._dtype, self._device = dtype, device
+        self._diagonal = self._diagonal_prior()
+
+    # ---------------------------------------------------------------- the prior
+
+    def _diagonal_prior(self) -> Tensor | float | None:
+        """All of Γ as one flat vector, or as one number, where weights are independent under it."""
+        if not all(self.priors[block.name].is_diagonal for block in self.blocks):
+            return None
+        first = self.blocks[0]
+        total = torch.zeros(*first.units[0].replicas, self._size, dtype=self._dtype, device=self._device)
+        for block in self.blocks:
+            ones = torch.ones(*block.batch, block.size // block.num_groups, dtype=total.dtype, device=self._device)
+            block.write_(total, self.priors[block.name].times(ones))
+        least, most = total.aminmax()
+        return least.item() if bool(least == most) else total
+
+    def add_prior_gradient_(self, gradient: Tensor, weights: Tensor, centre: Tensor | None) -> Tensor:
+        """gradient + Γ (w − m₀), in place; no `centre` means m₀ = 0."""
+        difference = weights if centre is None else weights - centre
+        if isinstance(self._diagonal, float):
+            return gradient.add_(difference, alpha=self._diagonal)
+        if self._diagonal is not None:
+            return gradient.addcmul_(self._diagonal, difference)
+        for block in self.blocks:
+            pull = torch.zeros_like(gradient)
+            block.write_(pull, self.priors[block.name].times(block.vector(difference)))
+            gradient.add_(pull)
+        return gradient
+
+    # ---------------------------------------------------------------- the factors
+
+    def refresh_(self, dampings: Mapping[int, float]) -> None:
+        """Factorise every block anew, with γ_ex by param group; the ranks share the work.
+
+        Raises FactorisationError with the layer's name, and then all factors, on all ranks, are what they were.
+        """
+
+        def factorise() -> None:
+            for block in self.blocks:
+                self.statistics[block.name].refresh_basis_(self.priors[block.name])
+            done = self._refresh_stacks(dampings)
+            for block, owner in zip(self.blocks, self._owners, strict=True):
+                mine = owner == self._ranks.rank or not self._fits(self.factors.get(block.name), block, dampings)
+                if mine and block.name not in done:
+                    self._store(block, self._factorise(block, dampings[block.group]))
+
+        with full_precision(), self._same_factors_on_failure():
+            self._ranks.run_on_all(factorise, self._device)
+        if self._ranks.active:
+            for block, owner in zip(self.blocks, self._owners, strict=True):
+                self._ranks.broadcast(self.factors[block.name].tensors().values(), owner)
+        if self.generation != self._stacked_at and self._device.type in stacks.DEVICES and self._lean:
+            self._stack()
+
+    def refresh_where_finite_(self, dampings: Mapping[int, float]) -> Tensor:
+        """Factorise anew; a replica whose factors come out not finite keeps those it had.
+
+        Returns:
+            For each replica, how many of its factorisations (for draws, for steps) were refused.
+        """
+        self.refresh_bases_()
+        with unchecked(self.traceable):
+            try:
+                new = {b.name: self._factorise(b, dampings[b.group]) for b in self.blocks}
+            except FactorisationError:
+                return self._refresh_replica_by_replica_(dampings)
+        return self._keep_finite_(new)
+
+    def refresh_bases_(self) -> None:
+        """What the statistics have beside their averages."""
+        for block in self.blocks:
+            self.statistics[block.name].refresh_basis_(self.priors[block.name])
+
+    @property
+    def traceable(self) -> bool:
+        """Whether a refresh can be compiled and captured."""
+        return all(block.family.traceable(self._mode) for block in self.blocks)
+
+    def _keep_finite_(self, new: Mapping[str, BlockFactors]) -> Tensor:
+        """Where a Cholesky factorisation fails, a pivot is not positive, and the log-determinant is not finite."""
+        refused = torch.zeros_like(self._logdets(new, "stepper"))
+        for part in next(iter(new.values())).records():
+            finite = self._logdets(new, part).isfinite()
+            refused.add_((~finite).to(refused.dtype))
+            for name, factors in self.factors.items():
+                theirs = new[name].records()[part].tensors()
+                for key, tensor in factors.records()[part].tensors().items():
+                    keep = finite.reshape(-1, *[1] * (tensor.dim() - 1))
+                    torch.where(keep, theirs[key], tensor, out=tensor)
+        return refused
+
+    def _logdets(self, factors: Mapping[str, BlockFactors], part: str) -> Tensor:
+        found = []
+        for block in self.blocks:
+            record = factors[block.name].records()[part]
+            assert isinstance(record, Precision)
+            found.append(block.total(record.logdet()))
+        return torch.stack(found).sum(0)
+
+    def _refresh_replica_by_replica_(self, dampings: Mapping[int, float]) -> Tensor:
+        """Because one of them cannot be factorised."""
+        refused = torch.zeros_like(self._logdets(self.factors, "stepper"))
+        for replica in range(len(refused)):
+            one = slice(replica, replica + 1)
+            try:
+                new = {
+                    block.name: self._of(
+                        self.statistics[block.name].map(lambda t, one=one: t[one]),
+                        self.priors[block.name].map(lambda t, one=one: t[one]),
+                        block,
+                        dampings[block.group],
+                    )
+                    for block in self.blocks
+                }
+            except FactorisationError:
+                refused[replica] += len(next(iter(self.factors.values())).records())
+                continue
+            for name, factors in self.factors.items():
+                theirs = new[name].tensors()
+                for key, tensor in factors.tensors().items():
+                    tensor[one].copy_(theirs[key])
+        return refused
+
+    @staticmethod
+    def _fits(factors: BlockFactors | None, block: Block, dampings: Mapping[int, float]) -> bool:
+        """Whether there are factors, and of the kind that the damping asks for: one for both uses, or one for each."""
+        return factors is not None and factors.shared == (block.noise and dampings[block.group] == 0.0)
+
+    def _factorise(self, block: Block, damping: float) -> BlockFactors:
+        with naming_layers(block.units):
+            return self._of(self.statistics[block.name].unpacked(), self.priors[block.name], block, damping)
+
+    def _of(
+        self, statistics: Statistics, prior: Prior, block: Block, damping: float, *, together: bool = False
+    ) -> BlockFactors:
+        return BlockFactors.of(
+            statistics,
+            prior,
+            damping,
+            self._mode,
+            noise=block.noise,
+            lean=self._lean,
+            repeated=self._repeated,
+            together=together,
+        )
+
+    def _store(self, block: Block, new: BlockFactors) -> None:
+        old = self.factors.get(block.name)
+        if old is None or old.shared != new.shared:
+            self.factors[block.name] = new
+            self.generation += 1
+        else:
+            old.copy_(new)
+
+    def _refresh_stacks(self, dampings: Mapping[int, float]) -> set[str]:
+        """Blocks of equal shape together, some at a time; returns those that went well, by name.
+
+        The others must be made one by one: what is stored for them now is not to be used. A GPU is waited for once.
+        """
+        whole = [] if self._stacks is None or self._ranks.active else self._stacks.stacks
+        tried: list[Stack] = []
+        failed: list[Tensor] = []
+        for stack in (part for each in whole for part in each.split()):
+            first = stack.blocks[0]
+            if not self._fits(stack.factors, first, dampings):
+                continue
+            statistics, damping = stack.statistics(self.statistics), dampings[first.group]
+            try:
+                with deferred() as failures:
+                    new = self._of(statistics, stack.prior, first, damping, together=not stack.is_one_large)
+            except FactorisationError:
+                continue
+            stack.store_(new)
+            del statistics, new  # before the next are made
+            tried.append(stack)
+            nothing = torch.zeros((), dtype=torch.bool, device=self._device)
+            failed.append(torch.stack(failures).any() if failures else nothing)
+        answers = torch.stack(failed).tolist() if failed else []
+        return {block.name for stack, bad in zip(tried, answers, strict=True) if not bad for block in stack.blocks}
+
+    def _stack(self) -> None:
+        """Bring the factors of equal shape together; what is kept of each block becomes a view."""
+        self._stacks = None
+        self.generation += 1
+        self._stacked_at = self.generation
+        if any(map(can_stack, self.blocks)):
+            self._stacks = Stacks(self.blocks, self.factors, self.priors, self._size, self._device)
+            self.factors |= self._stacks.members
+
+    @contextmanager
+    def _same_factors_on_failure(self) -> Iterator[None]:
+        """If a factorisation fails inside, all factors are what they were."""
+        factors = dict(self.factors)
+        if capturing() or not factors:
+            yield
+            return
+        unstacked = [t for block in self._unstacked_blocks for t in self.factors[block.name].tensors().values()]
+        stacked = [] if self._stacks is None else self._stacks.tensors()
+        before = Backup([*stacked, *unstacked], elsewhere=self.fisher.bulky)
+        try:
+            yield
+        except BaseException:  # Ctrl-C too
+            before.restore()
+            self.factors = factors
+            raise
+
+    # ---------------------------------------------------------------- draws and steps
+
+    @property
+    def noise_size(self) -> int:
+        """How many normal numbers a draw takes (per replica)."""
+        stacked = 0 if self._stacks is None else self._stacks.size
+        return stacked + sum(block.size for block in self._unstacked_blocks)
+
+    @property
+    def _unstacked_blocks(self) -> list[Block]:
+        return self.blocks if self._stacks is None else [block for block in self.blocks if not can_stack(block)]
+
+    @property
+    def _single_block(self) -> BlockFactors | None:
+        """The factors of the one block there is, if it takes the flat vector as it lies."""
+        only = self.blocks[0]
+        return self.factors[only.name] if len(self.blocks) == 1 and only.is_flat and self._stacks is None else None
+
+    def perturb(self, mean: Tensor, noise: Tensor, scale: float, out: Tensor) -> None:
+        """Write mean + scale · P^(−1/2) ε."""
+        if (only := self._single_block) is not None and only.sampler is not None:
+            only.sampler.perturb(mean, noise, scale, out)
+        else:
+            torch.add(mean, self.sample(noise), alpha=scale, out=out)
+
+    @torch.no_grad()
+    def sample(self, noise: Tensor) -> Tensor:
+        """P^(−1/2) ε of every block, from `[..., *replicas, noise_size]` numbers; 0 where there is no noise.
+
+        Noise has no order, so it is taken as it lies: stacked blocks first.
+        """
+        if (only := self._single_block) is not None and only.sampler is not None:
+            return only.sampler.sample(noise)
+        start = 0 if self._stacks is None else self._stacks.size
+        spread = noise.new_empty(*noise.shape[:-1], self._size) if self._stacks is None else self._stacks.sample(noise)
+        for block in self._unstacked_blocks:
+            sampler = self.factors[block.name].sampler
+            if sampler is None:
+                block.segment(spread).zero_()
+            else:
+                block.write_(spread, sampler.sample(block.batched(noise[..., start : start + block.size])))
+            start += block.size
+        return spread
+
+    def solve(self, gradient: Tensor) -> Tensor:
+        """P⁻¹ g of every block, with the damping of the step."""
+        if (only := self._single_block) is not None:
+            return only.stepper.solve(gradient)
+        solved = torch.empty_like(gradient) if self._stacks is None else self._stacks.solve(gradient)
+        for block in self._unstacked_blocks:
+            block.write_(solved, self.factors[block.name].stepper.solve(block.vector(gradient)))
+        return solved

@@ -1,0 +1,205 @@
+"""What a covariance family says about itself: how blocks are formed, measured, kept and shown, and what they cost.
+
+A family is one module that registers an object of a `Family` class under a name. No other package asks which family it
+has: it asks the family. The tensor algebra of a family is in its records (`families.base`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
+from noisygrad.families.units import Unit
+
+Layout = Literal["matrix", "memory", "rows"]
+"""How a block's vector lies: as matrices [W | b] row by row; as the parameters lie in memory, in any order; or
+parameter after parameter, each row by row."""
+Reads = Literal["rows", "squares", "moments"]
+"""What `measure` reads of a pass: per-example gradients, sums of their squares, or second moments of both sides."""
+PrecisionOf = Callable[[str], float]
+"""From the name of a parameter to the precision 1/η of its prior."""
+
+
+class Evidence(Protocol):
+    """What one pass through a layer says of its per-example gradients (`curvature.passes`)."""
+
+    @property
+    def examples(self) -> int:
+        """How many there are."""
+
+    def rows(self) -> Tensor:
+        """Per-example gradients, `[*replicas, examples, n]`."""
+
+    def layout_squares(self, unit: Unit, /) -> list[Tensor]:
+        """The sums of their squares, in pieces that lie as the unit's weights do."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block to be: its name, its family and its layers, with a note on some of them for the table of coverage."""
+
+    name: str
+    family: Family
+    units: tuple[Unit, ...]
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a block that is independent of the rest, with its P and Γ: what a summary shows in one line."""
+
+    name: str | None
+    """None for the block's own."""
+    units: tuple[Unit, ...]
+    start: int
+    """Where its weights begin in the block's vector."""
+    precision: Precision
+    prior: Prior
+
+
+class Family(ABC):
+    """One covariance structure. `batch` are leading dimensions: replicas, then the groups of a convolution."""
+
+    name: ClassVar[str]
+    layout: ClassVar[Layout] = "matrix"
+    reads: ClassVar[Reads] = "rows"
+    damping_modes: ClassVar[tuple[DampingMode, ...]] = ("factored",)
+    """What `damping_mode` may be."""
+    stackable: ClassVar[bool] = False
+    """Whether a GPU may put blocks of equal shape together: one layer each, whose vectors are one matrix."""
+    factors_wait: ClassVar[bool] = True
+    """Whether a factorisation reads numbers on the host, so that a CUDA graph cannot hold it."""
+
+    @abstractmethod
+    def partition(self, units: Sequence[Unit], every_unit: Sequence[Unit]) -> Iterator[Part]:
+        """All `units` of one param group in blocks; `every_unit` are those of the whole model, in its order."""
+
+    @abstractmethod
+    def identity(
+        self, units: Sequence[Unit], batch: Sequence[int], prior: Prior, *, dtype: torch.dtype, device: torch.device
+    ) -> Statistics:
+        """The statistics at the start: F̄ = I."""
+
+    @abstractmethod
+    def measure(self, units: Sequence[Unit], passes: Mapping[str, Any], current: Statistics) -> Statistics:
+        """The statistics of one pass, `Evidence` by the name of the unit, for a moving average that is now `current`.
+
+        At least one of the units took part. A layer that did not has no gradient, and says nothing of its inputs.
+        """
+
+    @abstractmethod
+    def prior(
+        self,
+        units: Sequence[Unit],
+        batch: Sequence[int],
+        precision_of: PrecisionOf,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Prior:
+        """The prior with these precisions, per parameter."""
+
+    @abstractmethod
+    def cost(self, units: Sequence[Unit]) -> float:
+        """The work of a factorisation, up to a constant: by it ranks share the blocks."""
+
+    @abstractmethod
+    def pieces(self, units: Sequence[Unit], statistics: Statistics) -> list[tuple[str, Tensor]]:
+        """Tensors that are finite if all statistics are, each with the name of the layer that it is about."""
+
+    def unmeasured(self, current: Statistics) -> Statistics:
+        """The statistics of a pass in which none of the layers took part: no gradients, inputs as they were."""
+        return current.map(torch.zeros_like)
+
+    def notes(self, units: Sequence[Unit], statistics: Statistics) -> dict[str, str]:
+        """What the statistics say about single layers, for the table of coverage."""
+        del units, statistics
+        return {}
+
+    def split(self, units: Sequence[Unit], precision: Precision, prior: Prior) -> Iterator[Piece]:
+        """The independent pieces of a block."""
+        yield Piece(None, tuple(units), 0, precision, prior)
+
+    def fitted_prior_shapes(self, statistics: Statistics) -> dict[str, torch.Size]:
+        """The shapes of the tensors of `Precision.as_prior()`, for a file that is read."""
+        return {name: tensor.shape for name, tensor in statistics.tensors().items()}
+
+    def traceable(self, mode: DampingMode) -> bool:
+        """Whether a factorisation can be compiled and captured: a Cholesky can, an `eigh` cannot."""
+        del mode
+        return True
+
+    def __reduce__(self) -> tuple[Callable[[str], Family], tuple[str]]:
+        return family_named, (self.name,)  # a copy of a posterior, or of a fitted estimator, has the same family
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"<family {self.name}>"
+
+
+FAMILIES: dict[str, Family] = {}
+"""All families by name, in the order in which they were registered."""
+
+
+def register_family(family: Family) -> Family:
+    """Make a family known by its name, so that optimisers, estimators and files find it.
+
+    Raises:
+        TypeError: It is not an object of a `Family` class, or the class lacks a part of the contract.
+        ValueError: There is a family of that name.
+    """
+    if inspect.isclass(family):
+        missing = sorted(getattr(family, "__abstractmethods__", ()))
+        advice = f"it lacks {', '.join(missing)}" if missing else f"register an object of it: {family.__name__}()"
+        raise TypeError(f"register_family takes an object, and was given the class {family.__name__}: {advice}")
+    if not isinstance(family, Family):
+        raise TypeError(f"a family is an object of a subclass of Family, not a {type(family).__name__}")
+    if not isinstance(getattr(family, "name", None), str) or not family.name:
+        raise TypeError(f'the family {type(family).__name__} has no name: give the class `name = "..."`')
+    if family.name in FAMILIES:
+        raise ValueError(f"there is a family {family.name!r} already ({type(FAMILIES[family.name]).__name__})")
+    FAMILIES[family.name] = family
+    return family
+
+
+def family_named(name: str) -> Family:
+    """The family of this name; ValueError, with those that there are, for another."""
+    if name not in FAMILIES:
+        raise ValueError(f"there is no covariance family {name!r}; there are {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def column_precisions(
+    unit: Unit, batch: Sequence[int], precision_of: PrecisionOf, *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The prior's precision of each column of [W | b], `[*batch, inputs]`."""
+    values = torch.zeros(*batch, unit.inputs, dtype=dtype, device=device)
+    for slot in unit.slots:
+        values[..., slot.start : slot.stop] = precision_of(slot.parameter)
+    return values
+
+
+def weight_precisions(
+    units: Sequence[Unit],
+    batch: Sequence[int],
+    precision_of: PrecisionOf,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """The prior's precision of each weight, parameter after parameter, `[*batch, n]`."""
+    flat = [
+        torch.full((unit.rows * (slot.stop - slot.start),), precision_of(slot.parameter), dtype=dtype)
+        for unit in units
+        for slot in unit.slots
+    ]
+    return torch.cat(flat).to(device).repeat(*batch, 1)

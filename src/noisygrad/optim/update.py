@@ -1,0 +1,222 @@
+"""One step of Algorithm 1 or 2 of the paper: Fisher, factors, mean, noise, from what the draws have left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from noisygrad.algorithm.covariance import Covariance
+from noisygrad.algorithm.mean import MeanUpdate
+from noisygrad.distributed import Ranks
+from noisygrad.likelihoods import Likelihood
+from noisygrad.optim.accumulate import Accumulated
+from noisygrad.optim.draw import DrawnWeights
+from noisygrad.optim.execution import Executor
+from noisygrad.optim.finite import FiniteGuard
+from noisygrad.optim.fisher import BatchMeasurement
+from noisygrad.optim.options import Options
+from noisygrad.posterior.weights import FlatWeights
+
+
+@dataclass(frozen=True)
+class ParamGroups:
+    """The settings of each param group, with its number among the blocks and its part of the flat vector."""
+
+    settings: Sequence[dict[str, Any]]
+    numbers: Sequence[int]
+    parts: Sequence[slice]
+
+    def dampings(self) -> dict[int, float]:
+        """γ_ex of each param group, by the number that its blocks know it by."""
+        return {number: group["damping"] for number, group in zip(self.numbers, self.settings, strict=True)}
+
+    def momenta(self) -> tuple[float, ...]:
+        """β₁ of each param group."""
+        return tuple(group["momentum"] for group in self.settings)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What a GradScaler says of the gradients: the scale they have, and whether one of them is infinite."""
+
+    scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+
+class DeviceScalars:
+    """Learning rates, trust region, decay, loss and mask as tensors on the device, for a replayed step to read."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self.groups: list[dict[str, Any]] = []
+        self.clip: Tensor | None = None
+        self.rate = like.new_zeros(())
+        """1 − `fisher_decay`."""
+        self.loss = like.new_zeros(())
+        self.mask = like.new_zeros(())
+        self._known: dict[str, float] = {}
+
+    def set(self, groups: Sequence[Mapping[str, Any]], clip: float | None, rate: float) -> None:
+        """Bring the tensors up to date; only what has changed is sent, so a capture after it records nothing of it."""
+        if not self.groups:
+            self.groups = [{"lr": self._like.new_zeros(())} for _ in groups]
+        for index, (mine, group) in enumerate(zip(self.groups, groups, strict=True)):
+            mine["momentum"] = group["momentum"]
+            if isinstance(group["lr"], Tensor):
+                mine["lr"].copy_(group["lr"])
+            else:
+                self._send(f"lr {index}", mine["lr"], group["lr"])
+        if clip is not None and self.clip is None:
+            self.clip = self._like.new_zeros(())
+            self._known.pop("clip", None)
+        if clip is None:
+            self.clip = None
+        elif self.clip is not None:
+            self._send("clip", self.clip, clip)
+        self._send("rate", self.rate, rate)
+
+    def _send(self, name: str, tensor: Tensor, value: float) -> None:
+        if self._known.get(name) != value:
+            self._known[name] = value
+            tensor.fill_(value)
+
+    def key(self, momenta: tuple[float, ...]) -> tuple[Any, ...]:
+        """Whatever a replayed step has as plain numbers."""
+        return (self.clip is None, id(self.clip), *momenta)
+
+
+class Update:
+    """Makes the steps; owns the gradient and the momentum.
+
+    Args:
+        weights: The mean, which moves.
+        covariance: What the gradient is preconditioned with.
+        prior_centre: m₀, or None where it is 0.
+        measurement: Is asked to warn of layers without statistics.
+        guard: Decides whether a step may go on.
+        likelihood: Learns its noise along.
+        options: When statistics and factors are due, and the schedules.
+        gradient: Where the gradients of the parameters are gathered.
+        groups: The param groups.
+        ranks: The processes that train together.
+        executor: Runs what can be replayed.
+    """
+
+    def __init__(
+        self,
+        weights: DrawnWeights,
+        covariance: Covariance,
+        prior_centre: Tensor | None,
+        measurement: BatchMeasurement,
+        guard: FiniteGuard,
+        likelihood: Likelihood,
+        options: Options,
+        *,
+        gradient: FlatWeights,
+        groups: ParamGroups,
+        ranks: Ranks,
+        executor: Executor,
+    ) -> None:
+        self.gradient, self.groups = gradient, groups
+        self.mean = MeanUpdate(options.momentum_mode, weights.mean.flat, len(groups.parts))
+        self.scalars = DeviceScalars(weights.mean.flat)
+        self._weights, self._covariance, self._centre = weights, covariance, prior_centre
+        self._measurement, self._guard, self._likelihood, self._options = measurement, guard, likelihood, options
+        self._ranks, self._executor = ranks, executor
+
+    def apply(self, step: int, found: Accumulated, scaling: Scaling) -> None:
+        """Fisher, factors, mean and observation noise from what was accumulated, in this order."""
+        decay, clip = self._options.decay_at(step), self._options.clip_at(step)
+        found.sum_over(self._ranks, self._covariance.statistics)
+        self.gradient.read_gradients_()
+        if self._executor.deferred:
+            # As tensors, so that a step that is recorded now reads the numbers of the step that replays it.
+            scalars = self.scalars
+            scalars.set(self.groups.settings, clip, 1.0 - decay)
+            if (loss := found.mean_loss()) is not None:
+                scalars.loss.copy_(loss)
+            if self._is_plain(step, found, scaling):
+                work = lambda: self._move(scalars.groups, scalars.clip, self._watched(found, scalars.loss, scaling))  # noqa: E731
+                self._replay("step", work)
+                return
+            mask = self._watch_and_measure(step, found, scaling, scalars.rate)
+            assert mask is not None
+            scalars.mask.copy_(mask)
+            self._replay("move", lambda: self._move(scalars.groups, scalars.clip, scalars.mask))
+        else:
+            mask = self._watch_and_measure(step, found, scaling, 1.0 - decay)
+            self._move(self.groups.settings, clip, mask)
+        if found.noise is not None:
+            self._update_noise(found.noise / found.noise_examples, mask)
+
+    def replay_key(self) -> tuple[Any, ...]:
+        """Changes whenever a recorded step would do something else."""
+        return (self._weights.memory(), self.scalars.key(self.groups.momenta()))
+
+    def _replay(self, name: str, work: Callable[[], None]) -> None:
+        self._executor.run(name, self.replay_key(), work)
+
+    def _watch_and_measure(
+        self, step: int, found: Accumulated, scaling: Scaling, rate: float | Tensor
+    ) -> Tensor | None:
+        """Whatever there is to scale, to measure and to refresh before the mean moves, and the mask of the step."""
+        self._scale_gradient(found, scaling)
+        # Ranks must agree on what is finite, and each has a loss of its own.
+        mask = self._watched(found, None if self._ranks.active else found.loss, scaling)
+        refresh = self._options.factors_due(step)
+        fisher = self._covariance.fisher
+        with fisher.unchanged_on_failure() if refresh else nullcontext():
+            if found.statistics:
+                self._measurement.warn_uncalled_layers(found)
+                fisher.update_(found.statistics, rate, mask=mask, examples=found.examples)
+                fisher.count(found.statistics)
+                found.statistics = {}  # as large as the moving averages, and done with
+            if refresh:
+                self._guard.check()
+                self._covariance.refresh_(self.groups.dampings())
+        return mask
+
+    def _is_plain(self, step: int, found: Accumulated, scaling: Scaling) -> bool:
+        """Whether this step is one draw and one loss without anything to scale, to measure or to refresh."""
+        return (
+            not self._ranks.active
+            and found.draws == 1
+            and found.calls == 1
+            and not found.statistics
+            and found.noise is None
+            and not self._options.factors_due(step)
+            and scaling.scale is None
+            and scaling.found_inf is None
+        )
+
+    def _scale_gradient(self, found: Accumulated, scaling: Scaling) -> None:
+        """Undo a GradScaler's scale, and make the sum over losses their mean."""
+        if scaling.scale is not None:
+            self.gradient.flat.div_(scaling.scale)
+        if (count := found.calls or found.draws) > 1:
+            self.gradient.flat.div_(count)
+
+    def _watched(self, found: Accumulated, loss: Tensor | None, scaling: Scaling) -> Tensor | None:
+        """Add Γ (w − m₀), at the sampled weights, to the gradient, and see whether the step may go on."""
+        gradient = self.gradient.flat
+        self._covariance.add_prior_gradient_(gradient, found.mean_weights(), self._centre)
+        doubtful = {} if found.known_finite else found.statistics
+        return self._guard.watch(gradient, loss, doubtful, found.traces, scaling.found_inf)
+
+    def _move(self, settings: Sequence[Mapping[str, Any]], clip: float | Tensor | None, mask: Tensor | None) -> None:
+        mean, groups = self._weights.mean, list(zip(settings, self.groups.parts, strict=True))
+        self.mean.move_(mean.flat, self.gradient.flat, self._covariance.solve, groups, clip=clip, mask=mask)
+        mean.write_parameters_()
+
+    def _update_noise(self, statistic: Tensor, mask: Tensor | None) -> None:
+        likelihood, options = self._likelihood, self._options
+        before = [buffer.clone() for buffer in likelihood.buffers()] if mask is not None else []
+        likelihood.update_noise_(statistic, options.num_data, options.kl_weight)
+        if mask is not None:
+            for buffer, old in zip(likelihood.buffers(), before, strict=True):
+                buffer.copy_(torch.where(mask > 0, buffer, old))
