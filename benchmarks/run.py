@@ -113,14 +113,14 @@ def make_steps(method: str, p: Problem) -> dict[str, Step]:
         )
         # Nothing is learned here, so the Fisher would shrink and the noise grow until most numbers were denormal or
         # infinite, which no training sees: after so many updates, a new one counts for nothing.
-        optimizer.factors.updates.fill_(1e9)
+        optimizer.covariance.fisher.updates.fill_(1e9)
         kinds = {"plain": STATS_EVERY * 7, "statistics": STATS_EVERY * 3 - 1, "refresh": FACTOR_EVERY - 1}
 
         whole = CapturedStep(optimizer, lambda: (outputs(), p.y))
 
         def step(before: int) -> Step:
             def run() -> object:
-                optimizer._steps = before  # the schedule looks at the step count alone
+                optimizer.steps = before  # the schedule looks at the step count alone
                 return whole() if captured else optimizer.step(lambda: (outputs(), p.y))
 
             return run

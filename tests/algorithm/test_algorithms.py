@@ -185,8 +185,8 @@ def test_noisy_kfac_is_algorithm_2(case: dict, likelihood: str) -> None:
         optimizer.step(lambda x=x, y=y: (model(x), y))
         for i, (layer, name) in enumerate(zip(layers, ("0", "2", "4"), strict=True)):
             close(torch.cat([layer.weight, layer.bias[:, None]], 1).detach(), M[i], rtol=1e-9, atol=1e-11)
-            close(optimizer.factors.statistics[name].inputs, A[i], rtol=1e-9, atol=1e-11)
-            close(optimizer.factors.statistics[name].outputs, S[i], rtol=1e-9, atol=1e-11)
+            close(optimizer.covariance.statistics[name].inputs, A[i], rtol=1e-9, atol=1e-11)
+            close(optimizer.covariance.statistics[name].outputs, S[i], rtol=1e-9, atol=1e-11)
     assert torch.equal(generator.get_state(), optimizer.generators[0].get_state())
 
 
@@ -248,7 +248,7 @@ def test_noisy_adam_is_algorithm_1(case: dict, likelihood: str) -> None:
 
         optimizer.step(lambda x=x, y=y: (model(x), y))
         close(nn.utils.parameters_to_vector(model.parameters()).detach(), mean, rtol=1e-9, atol=1e-11)
-        close(optimizer.factors.statistics["all"].fisher[order], f, rtol=1e-9, atol=1e-11)
+        close(optimizer.covariance.statistics["all"].fisher[order], f, rtol=1e-9, atol=1e-11)
 
 
 # ---------------------------------------------------------------- Bayesian linear regression

@@ -59,9 +59,9 @@ def test_a_fading_start_keeps_its_share_of_the_identity(family: str) -> None:
     x, y = regression()
     for way in ("forgotten", "fading"):
         optimizer = start(family, fisher_decay=0.9, fisher_start=way, noise=False)
-        identity = optimizer.factors._moments.clone()
+        identity = optimizer.covariance.fisher.moments.clone()
         optimizer.step(lambda optimizer=optimizer: (optimizer.model(x), y))
-        found[way] = optimizer.factors._moments.clone()
+        found[way] = optimizer.covariance.fisher.moments.clone()
     measured = 2.0 * found["forgotten"] - identity
     torch.testing.assert_close(found["fading"], 0.9 * identity + 0.1 * measured, rtol=1e-10, atol=1e-10)
 
@@ -139,7 +139,7 @@ def test_a_fitted_prior_is_given_back_by_no_data(family: str) -> None:
     again = OPTIMIZERS[family](
         model, ng.Gaussian(noise_variance=0.2), prior=first.as_prior(), **options | {"num_data": 90, "kl_weight": 0.2}
     )
-    for statistics in again.factors.statistics.values():
+    for statistics in again.covariance.statistics.values():
         for tensor in statistics.tensors().values():
             tensor.zero_()
     unchanged = again.posterior()

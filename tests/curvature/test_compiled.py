@@ -34,7 +34,7 @@ def test_a_compiled_function_of_the_model_is_run_as_it_is(whole: bool) -> None:
         x, y = normal(6, 3), normal(6, 2)
         for _ in range(6):
             optimizer.step(lambda call=call, x=x, y=y: (call(x), y))
-        found.append(next(iter(optimizer.factors.statistics.values())).tensors()["fisher"])
+        found.append(next(iter(optimizer.covariance.statistics.values())).tensors()["fisher"])
     assert len(runs) == 2  # of the six steps, four take statistics
     close(found[1], found[0])
 
@@ -55,7 +55,7 @@ def test_a_step_inside_something_compiled(form: str) -> None:
         step = torch.compile(take_step, backend=backend) if compiled else take_step
         for _ in range(4):
             step(optimizer, model, batch, form)
-        found.append(optimizer.mean.flat.clone())
+        found.append(optimizer.weights.mean.flat.clone())
     close(found[1], found[0])
     assert form == "explicit" or not graphs  # the step is run as it is, and the closure in it
     assert torch._dynamo.eval_frame._stance.stance == "default"

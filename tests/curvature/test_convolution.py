@@ -280,7 +280,7 @@ def test_half_precision_inputs_are_converted():
             return model(x.bfloat16()), y
 
     optimizer.step(closure)
-    inputs = optimizer.factors.statistics["0"].tensors()["inputs"]
+    inputs = optimizer.covariance.statistics["0"].tensors()["inputs"]
     a = patches(model[0], x.bfloat16().float()).flatten(0, 1)
     expected = second_moment(a[None], a[None], True, True)
     measured = (inputs - torch.eye(19) * 0.5) * 2.0  # the average of the first batch and the identity

@@ -80,7 +80,7 @@ def test_a_layer_used_by_half_of_the_data_has_half_of_its_fisher() -> None:
                 draw.nll(model(normal(8, 3)), normal(8, 2)).backward()
         fit.step()
         # The first update is the mean of the identity and what was measured.
-        statistics = fit.factors.statistics["a"]
+        statistics = fit.covariance.statistics["a"]
         found.append((2 * statistics.inputs - torch.eye(4), 2 * statistics.outputs - torch.eye(2)))
     (inputs, outputs), (half_inputs, half_outputs) = found
     close(half_outputs, outputs / 2)
@@ -173,7 +173,7 @@ def test_a_closure_that_returns_a_loss_may_fold_the_batch_at_its_end_and_call_th
 
     optimizer = ng.NoisyKFAC(model, ng.Categorical(), num_data=100)
     optimizer.step(closure)
-    assert optimizer._steps == 1
+    assert optimizer.steps == 1
 
 
 def test_a_fresh_pass_of_a_narrow_network_with_batch_norm() -> None:

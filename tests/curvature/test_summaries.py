@@ -67,7 +67,7 @@ def statistics(name, family, **options):
     y = torch.arange(len(x)) % 3
     for _ in range(2):
         optimizer.step(lambda: (model(x), y))
-    found = {block: s.tensors() for block, s in optimizer.factors.statistics.items()}
+    found = {block: s.tensors() for block, s in optimizer.covariance.statistics.items()}
     return {f"{block} {part}": tensor for block, tensors in found.items() for part, tensor in tensors.items()}
 
 
@@ -139,12 +139,12 @@ def test_the_layer_that_went_bad_is_named(family, monkeypatch):
     optimizer = family(model, ng.Categorical(), num_data=50, stats_every=1, seed=0)
     with torch.no_grad():
         model[2].weight[0, 0, 0, 0] = torch.nan
-    before = {name: s.clone() for name, s in optimizer.factors.statistics.items()}
+    before = {name: s.clone() for name, s in optimizer.covariance.statistics.items()}
     with pytest.raises(ng.NonFiniteError, match=r"the statistics of '?2'? went bad"):
         optimizer.step(lambda: (model(torch.randn(6, 2, 5, 5)), torch.arange(6) % 3))
     for name, kept in before.items():
         for part, tensor in kept.tensors().items():
-            assert torch.equal(optimizer.factors.statistics[name].tensors()[part], tensor)
+            assert torch.equal(optimizer.covariance.statistics[name].tensors()[part], tensor)
 
 
 def test_nothing_is_left_on_the_graph(monkeypatch):

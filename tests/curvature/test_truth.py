@@ -165,7 +165,7 @@ def test_an_optimiser_takes_the_same_statistics(family: str) -> None:
     _, expected = measure(twin, gaussian(), x, family)
     for block in optimizer.structure.blocks:
         fresh = block.identity(torch.float64, torch.device("cpu")).tensors()
-        for key, tensor in optimizer.factors.statistics[block.name].tensors().items():
+        for key, tensor in optimizer.covariance.statistics[block.name].tensors().items():
             close(tensor, 0.5 * fresh[key] + 0.5 * expected[block.name].tensors()[key])
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import noisygrad as ng
+from noisygrad.algorithm import stacks
 from noisygrad.families import kronecker, packed
 from noisygrad.kernels import triangles
 from noisygrad.kernels.factorisation import FactorisationError
-from noisygrad.optim import stacks
 from support.truth import close
 
 SIZES = (5, 8, 9, 16, 21)
@@ -76,10 +76,10 @@ def test_small_matrices_stay_whole(small):
 def test_packed_factors_solve_and_sample_as_whole_ones(outputs, inputs, damping, small):
     statistics = kronecker.Statistics(matrices(inputs, (2,))[0], matrices(outputs, (2,))[0])
     prior = kronecker.Prior.from_columns(torch.full((2, inputs), 0.3, dtype=torch.float64), outputs)
-    precision = packed.statistics(statistics).factorise(prior, damping)
+    precision = packed.pack_statistics(statistics).factorise(prior, damping)
     vector = torch.randn(2, outputs * inputs, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     for whole in (precision.drop_terms(), precision.drop_terms().with_inverses(), precision.solver()):
-        bands = packed.factors(whole)
+        bands = packed.pack_factors(whole)
         assert isinstance(bands, packed.Factors)
         if bands.left:
             close(bands.sample(vector), precision.sample(vector))
@@ -96,7 +96,7 @@ def test_factors_in_an_eigenbasis_stay_as_they_are(small):
     statistics = kronecker.Statistics(matrices(9)[0], matrices(8)[0])
     prior = kronecker.Prior.from_columns(torch.full((9,), 0.3, dtype=torch.float64), 8)
     exact = statistics.factorise(prior, 0.0, "exact").drop_terms()
-    assert packed.factors(exact) is exact
+    assert packed.pack_factors(exact) is exact
 
 
 def network(replicas: tuple[int, ...] = ()) -> nn.Module:
@@ -130,7 +130,7 @@ def made(replicas: tuple[int, ...] = (), **more: object) -> ng.NoisyKFAC:
 
 
 def in_bands(optimizer: ng.NoisyKFAC) -> int:
-    return sum(isinstance(each, packed.Statistics) for each in optimizer.factors.statistics.values())
+    return sum(isinstance(each, packed.Statistics) for each in optimizer.covariance.statistics.values())
 
 
 CASES = [
@@ -198,11 +198,11 @@ def test_a_failed_refresh_leaves_bands_as_they_were(stacked, small, monkeypatch)
     optimizer = made(damping=0.1)
     train_on(optimizer, (), seed=2)
     before = {name: tensor.clone() for name, tensor in optimizer.state_dict()["tensors"].items()}
-    optimizer.factors._moments.mul_(1.5)  # all others would change
-    (last,) = [block.name for block in optimizer.factors.blocks if block.name.startswith("8")]
-    optimizer.factors.statistics[last].outputs[0].fill_(float("nan"))
+    optimizer.covariance.fisher.moments.mul_(1.5)  # all others would change
+    (last,) = [block.name for block in optimizer.covariance.blocks if block.name.startswith("8")]
+    optimizer.covariance.statistics[last].outputs[0].fill_(float("nan"))
     with pytest.raises(FactorisationError, match="layer 8"):
-        optimizer.factors.refresh({0: 0.1})
+        optimizer.covariance.refresh_({0: 0.1})
     for name, tensor in optimizer.state_dict()["tensors"].items():
         if "/factors/" in name:
             assert torch.equal(tensor, before[name]), name
@@ -222,8 +222,8 @@ def test_whatever_ends_a_refresh_leaves_all_as_it_was(stacked, error, monkeypatc
             raise error
         return factorise(*arguments, **keywords)
 
-    factorise = optimizer.factors._factorise
-    monkeypatch.setattr(optimizer.factors, "_factorise", interrupted)
+    factorise = optimizer.covariance._factorise
+    monkeypatch.setattr(optimizer.covariance, "_factorise", interrupted)
     with pytest.raises(error):
         train_on(optimizer, (), seed=3, steps=1)
     for name, tensor in optimizer.state_dict()["tensors"].items():
@@ -234,7 +234,7 @@ def test_bad_statistics_in_bands_are_noticed(small):
     optimizer = made(damping=0.1)
     x, y = torch.randn(8, 2, 4, 4, dtype=torch.float64), torch.zeros(8, dtype=torch.long)
     x[0, 0, 0, 0] = float("nan")
-    before = optimizer.factors._moments.clone()
+    before = optimizer.covariance.fisher.moments.clone()
     with pytest.raises(ng.NonFiniteError, match="0"):
         optimizer.step(lambda: (optimizer.model(x), y))
-    assert torch.equal(optimizer.factors._moments, before)
+    assert torch.equal(optimizer.covariance.fisher.moments, before)

@@ -214,7 +214,7 @@ def test_training_is_the_same_with_and_without(monkeypatch: pytest.MonkeyPatch) 
         model = nn.Sequential(*body, nn.Linear(45, 4)).to(DEVICE)
         optimizer = ng.NoisyAdam(model, ng.Categorical(), num_data=100, stats_every=1, factor_every=1, seed=1)
         optimizer.step(lambda: (model(x), y))  # later ones go apart by what they have rounded
-        return next(iter(optimizer.factors.statistics.values())).tensors()["fisher"].clone()
+        return next(iter(optimizer.covariance.statistics.values())).tensors()["fisher"].clone()
 
     own = fisher()
     monkeypatch.setattr(kernels, "applies", lambda gradients, positions: False)

@@ -131,7 +131,7 @@ def test_inputs_that_are_not_finite_are_named_by_layer(kind, likelihood, bad):
         train(optimizer, model, [(spoilt, good)])
     assert_unchanged(before, optimizer, but=("generators",))
     train(optimizer, model, [(x, good)])
-    assert optimizer.mean.flat.isfinite().all()
+    assert optimizer.weights.mean.flat.isfinite().all()
 
 
 @each_optimizer
@@ -265,9 +265,9 @@ def test_a_failed_factorisation_names_no_other_layer(kind, layer, value):
     spoil(posterior, layer, value)
     with pytest.raises(ng.FactorisationError, match=f"^layer {layer}: "):
         posterior.kl()
-    optimizer.factors.statistics.update(posterior.statistics)
+    optimizer.covariance.statistics.update(posterior.statistics)
     with pytest.raises(ng.FactorisationError, match=f"^layer {layer}: "):
-        optimizer.factors.refresh({0: 0.1})
+        optimizer.covariance.refresh_({0: 0.1})
 
 
 def awkward_regression():

@@ -55,7 +55,7 @@ def test_a_step_between_refreshes_never_waits_for_the_device(
     for _ in range(9):
         optimizer.step(lambda: (model(x), y))
     for _ in range(5):  # captures, which wait, are over after these
-        optimizer._steps = 100
+        optimizer.steps = 100
         optimizer.step(lambda: (model(x), y))
     with no_waiting():
         for _ in range(10):
@@ -68,7 +68,7 @@ def test_replayed_steps_equal_eager_ones(kind: type[ng.NoisyOptimizer]) -> None:
     for enabled in (True, False):
         model, optimizer = make(kind)
         if not enabled:
-            optimizer._replays = GraphCache(torch.device("cpu"))
+            optimizer.update._executor = GraphCache(torch.device("cpu"))
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30, 0.5)
         generator = torch.Generator("cuda").manual_seed(5)
         for step in range(100):
@@ -78,7 +78,7 @@ def test_replayed_steps_equal_eager_ones(kind: type[ng.NoisyOptimizer]) -> None:
                     parameter.data = parameter.data.clone()
             optimizer.step(lambda x=x, y=y, model=model: (model(x), y))
             scheduler.step()
-        means.append(optimizer.mean.flat.clone())
+        means.append(optimizer.weights.mean.flat.clone())
     assert torch.equal(*means)
 
 
@@ -94,7 +94,7 @@ def test_a_whole_step_can_be_captured_and_follows_a_changing_learning_rate(kind:
             for _ in range(4):
                 optimizer.step(lambda x=x, y=y, model=model: (model(x), y))
         torch.cuda.current_stream().wait_stream(side)
-        optimizer._steps = 4
+        optimizer.steps = 4
         for generator in optimizer.generators:
             generator.manual_seed(11)
         graph = None
@@ -107,11 +107,11 @@ def test_a_whole_step_can_be_captured_and_follows_a_changing_learning_rate(kind:
             if step == 3:
                 optimizer.param_groups[0]["lr"].fill_(1e-4)
             if graph is None:
-                optimizer._steps = 4
+                optimizer.steps = 4
                 optimizer.step(lambda x=x, y=y, model=model: (model(x), y))
             else:
                 graph.replay()
-        means.append(optimizer.mean.flat.clone())
+        means.append(optimizer.weights.mean.flat.clone())
     torch.testing.assert_close(means[0], means[1], rtol=1e-9, atol=1e-12)
 
 
@@ -122,14 +122,14 @@ def test_labels_out_of_range_and_nan_are_masked_and_reported_at_the_next_refresh
         x, y = torch.randn(16, 4, device="cuda"), torch.randint(3, (16,), device="cuda")
         for _ in range(12):
             optimizer.step(lambda x=x, y=y, model=model: (model(x), y))
-        before = optimizer.mean.flat.clone()
+        before = optimizer.weights.mean.flat.clone()
         bad_x, bad_y = x.clone(), y.clone()
         if spoil == "labels":
             bad_y[0] = 7
         else:
             bad_x[0, 0] = float("nan")
         optimizer.step(lambda x=bad_x, y=bad_y, model=model: (model(x), y))
-        assert torch.equal(optimizer.mean.flat, before)
+        assert torch.equal(optimizer.weights.mean.flat, before)
         for _ in range(6):
             optimizer.step(lambda x=x, y=y, model=model: (model(x), y))
         with pytest.raises(ng.NonFiniteError):
@@ -172,7 +172,7 @@ def test_captured_steps_equal_eager_ones(kind: type[ng.NoisyOptimizer], fisher_p
                 losses.append(optimizer.step(closure))
             scheduler.step()
         state = optimizer.state_dict()
-        found.append((torch.stack(losses), optimizer.mean.flat.clone(), state))
+        found.append((torch.stack(losses), optimizer.weights.mean.flat.clone(), state))
     (losses, mean, state), (others, other, captured_state) = found
     torch.testing.assert_close(others, losses, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(other, mean, rtol=1e-6, atol=1e-8)
@@ -187,12 +187,12 @@ def test_a_captured_step_reports_bad_numbers_at_the_next_refresh() -> None:
     step = CapturedStep(optimizer, lambda: (model(x), y))
     for _ in range(50):
         step()
-    before = optimizer.mean.flat.clone()
+    before = optimizer.weights.mean.flat.clone()
     x.fill_(float("nan"))
     for _ in range(5):
         step()
-    assert torch.equal(optimizer.mean.flat, before)
-    while not optimizer.options.factors_due(optimizer._steps + 1):
+    assert torch.equal(optimizer.weights.mean.flat, before)
+    while not optimizer.options.factors_due(optimizer.steps + 1):
         step()
     with pytest.raises(ng.NonFiniteError):
         step()
@@ -273,16 +273,16 @@ def test_stacked_blocks_step_like_single_ones(damping: float, mode: str, monkeyp
             seed=3,
         )
         if devices:
-            assert any(len(stack.blocks) > 1 for stack in optimizer.factors._stacks.stacks)
+            assert any(len(stack.blocks) > 1 for stack in optimizer.covariance._stacks.stacks)
         else:
-            assert optimizer.factors._stacks is None
+            assert optimizer.covariance._stacks is None
         generator = torch.Generator("cuda").manual_seed(5)
         for index in range(20):
             x, y = batch(generator)
             if index == 10:
                 optimizer.param_groups[0]["damping"] = 0.1 - damping
             optimizer.step(lambda x=x, y=y, model=model: (model(x), y))
-        found.append(optimizer.mean.flat.clone())
+        found.append(optimizer.weights.mean.flat.clone())
     torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-10)
 
 
@@ -310,7 +310,7 @@ def test_channels_last_images_train_like_a_cpu(kind: type[ng.NoisyOptimizer], ca
             model, x = model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
         settings = {"lr": 0.02, "damping": 1e-2, "stats_every": 2, "factor_every": 6, "kl_clip": 1e-2, "seed": 3}
         optimizer = kind(model, ng.Categorical(), num_data=200, noise=False, fisher="empirical", **settings)
-        assert (optimizer.structure is optimizer.canonical_structure) == (device == "cpu")
+        assert (optimizer.structure is optimizer._canonical_structure) == (device == "cpu")
         step = CapturedStep(optimizer, lambda model=model, x=x, y=y: (model(x), y)) if captured else None
         for _ in range(25):
             if step is None:
@@ -335,7 +335,7 @@ def test_statistics_do_not_keep_all_output_gradients() -> None:
     for before in (102, 103, 102, 103):  # a plain step, and one that takes statistics
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        optimizer._steps = before
+        optimizer.steps = before
         optimizer.step(lambda: (model(x), y))
         peaks.append(torch.cuda.max_memory_allocated())
     assert peaks[3] - peaks[2] < 8 * size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from noisygrad.optim.generators import LARGE, PARTS, fill_normal_
+from noisygrad.optim.draw import LARGE, PARTS, fill_normal_
 
 
 def drawn(size: int, threads: int, seed: int = 0):

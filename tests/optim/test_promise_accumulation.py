@@ -81,7 +81,7 @@ def test_two_samples_equal_two_contexts(kind):
 def test_the_gradient_is_the_mean_over_samples():
     model, ((x, y),) = mlp(), batches(1)
     optimizer = make(ng.NoisyAdam, model, ng.Gaussian(0.5), momentum=0.0, prior_variance=float("inf"), fisher="exact")
-    before = optimizer.mean.flat.clone()
+    before = optimizer.weights.mean.flat.clone()
     gradients = []
     for _ in range(3):
         with optimizer.sampled() as draw:
@@ -89,13 +89,13 @@ def test_the_gradient_is_the_mean_over_samples():
             gradients.append(torch.autograd.grad(inside, list(model.parameters()), retain_graph=True))
             inside.backward()
     optimizer.step()
-    (fisher,) = (s.fisher for s in optimizer.factors.statistics.values())
+    (fisher,) = (s.fisher for s in optimizer.covariance.statistics.values())
     mean = torch.cat([torch.stack([g[i] for g in gradients]).mean(0).flatten() for i in range(len(gradients[0]))])
     after = torch.cat([p.detach().flatten() for p in model.parameters()])
     start = torch.cat([p.detach().flatten() for p in mlp().parameters()])
     fisher_by_parameter = _in_order(optimizer, fisher)
     torch.testing.assert_close(after, start - 0.05 * mean / fisher_by_parameter, rtol=1e-10, atol=1e-12)
-    assert not torch.equal(before, optimizer.mean.flat)
+    assert not torch.equal(before, optimizer.weights.mean.flat)
 
 
 def _in_order(optimizer, flat):

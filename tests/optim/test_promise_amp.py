@@ -57,9 +57,9 @@ def test_autocast_gives_float32_statistics_close_to_the_exact_ones(kind):
         explicit_step(plain, models[0], x, y)
         assert explicit_step(narrow, models[1], x, y, autocast=True).dtype == torch.bfloat16
     gaps = []
-    for name, mine in narrow.factors.statistics.items():
+    for name, mine in narrow.covariance.statistics.items():
         for part, tensor in mine.tensors().items():
-            theirs = plain.factors.statistics[name].tensors()[part]
+            theirs = plain.covariance.statistics[name].tensors()[part]
             assert tensor.dtype == torch.float32
             gaps.append(float((tensor - theirs).norm() / theirs.norm()))
     assert 0 < max(gaps) < 0.02
@@ -113,11 +113,11 @@ def test_an_overflow_skips_the_step(kind, mode, first, unscale):
     # The factors were due and are made again from the same statistics; the steps are counted, as a GPU must.
     found = snapshot(optimizer)
     assert found.pop("/optimizer/steps") == before.pop("/optimizer/steps") + 1
-    optimizer._steps -= 1
-    assert_unchanged(before | {"/optimizer/steps": optimizer._steps}, optimizer, but=("generators",))
-    optimizer._steps += 1
+    optimizer.steps -= 1
+    assert_unchanged(before | {"/optimizer/steps": optimizer.steps}, optimizer, but=("generators",))
+    optimizer.steps += 1
     explicit_step(optimizer, model, *data[3], scaler)
-    assert optimizer.mean.flat.isfinite().all()
+    assert optimizer.weights.mean.flat.isfinite().all()
 
 
 def test_an_error_in_a_scaled_step_leaves_no_scale_behind():
@@ -147,9 +147,9 @@ def test_a_bf16_model_keeps_a_float32_mean(kind, autocast):
             losses += train(optimizer, model, [(x, y)])
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert {t.dtype for name, t in optimizer.state_dict()["tensors"].items()} == {torch.float32}
-    assert torch.equal(optimizer.mean.rounded(), optimizer.mean.flat.bfloat16().float())
+    assert torch.equal(optimizer.weights.mean.rounded(), optimizer.weights.mean.flat.bfloat16().float())
     shown = torch.cat([p.detach().flatten() for p in model.parameters()])
-    kept = torch.cat([p.flatten() for p in optimizer.mean.as_dict(like_parameters=False).values()])
+    kept = torch.cat([p.flatten() for p in optimizer.weights.mean.as_dict(like_parameters=False).values()])
     assert torch.equal(shown, kept.bfloat16())
     assert not torch.equal(shown.float(), kept)  # digits that bf16 cannot hold
     assert sum(losses[-5:]) < sum(losses[:5])
@@ -176,9 +176,9 @@ def test_a_parameter_set_by_hand_wins_over_the_kept_digits():
     train(optimizer, model, data[:2])
     with torch.no_grad():
         model[0].weight[0, 0] = 3.0
-    kept = optimizer.mean.flat.clone()
+    kept = optimizer.weights.mean.flat.clone()
     with optimizer.sampled():
-        assert (optimizer.mean.flat != kept).sum() == 1
+        assert (optimizer.weights.mean.flat != kept).sum() == 1
     assert optimizer.posterior().mean["0.weight"][0, 0] == 3.0
 
 

@@ -144,14 +144,14 @@ def test_the_trust_region_bounds_the_step(kind, clip):
     optimizer = make(kind, model, kl_clip=clip, momentum=0.0)
     free = make(kind, free_model, momentum=0.0)
     for step, batch in enumerate(batches(4), start=1):
-        start = optimizer.mean.flat.clone()
+        start = optimizer.weights.mean.flat.clone()
         train(optimizer, model, [batch])
-        moved = optimizer.mean.flat - start
+        moved = optimizer.weights.mean.flat - start
         bound = clip(step) if callable(clip) else clip
         # gᵀv = vᵀ P v for v = P⁻¹ g, so the step's length is that of what moved, in the metric of P.
-        gammas = optimizer.factors.priors
+        gammas = optimizer.covariance.priors
         length = sum(
-            optimizer.factors.statistics[b.name].factorise(gammas[b.name]).quad(b.vector(moved)).sum()
+            optimizer.covariance.statistics[b.name].factorise(gammas[b.name]).quad(b.vector(moved)).sum()
             for b in optimizer.structure.blocks
         )
         assert float(length) == pytest.approx(bound, rel=1e-6)
@@ -177,7 +177,7 @@ def test_the_decay_of_the_fisher_follows_its_schedule(kind):
         model = mlp()
         optimizer = make(kind, model, ng.Gaussian(0.5), fisher_decay=decay, fisher="exact", noise=False, lr=1e-15)
         train(optimizer, model, some)
-        return {(n, part): t for n, s in optimizer.factors.statistics.items() for part, t in s.tensors().items()}
+        return {(n, part): t for n, s in optimizer.covariance.statistics.items() for part, t in s.tensors().items()}
 
     second, third = fishers(data[1:2], 0.0), fishers(data[2:], 0.0)
     for name, tensor in fishers(data, lambda step: [0.0, 0.0, 0.5][step - 1]).items():
@@ -258,10 +258,12 @@ def test_momentum_modes(kind):
         plain = make(kind, plain_model, ng.Gaussian(1.0), momentum=0.0, noise=False, fisher="exact", lr=1e-9)
         ratios = []
         for _ in range(3):
-            before, plain_before = optimizer.mean.flat.clone(), plain.mean.flat.clone()
+            before, plain_before = optimizer.weights.mean.flat.clone(), plain.weights.mean.flat.clone()
             train(optimizer, model, [(x, y)])
             train(plain, plain_model, [(x, y)])
-            ratios.append(float((optimizer.mean.flat - before).norm() / (plain.mean.flat - plain_before).norm()))
+            ratios.append(
+                float((optimizer.weights.mean.flat - before).norm() / (plain.weights.mean.flat - plain_before).norm())
+            )
         steps[mode] = ratios
     # The gradient hardly changes, so its bias-corrected average is itself, while a velocity adds up.
     assert steps["average"] == pytest.approx([1.0, 1.0, 1.0], rel=1e-3)
@@ -293,7 +295,7 @@ def test_a_fresh_pass_leaves_batch_norm_alone(frozen):
         for name, buffer in models[0].named_buffers():
             assert torch.equal(buffer, models[1].get_buffer(name))
         assert [m.training for m in models[0].modules()] == [m.training for m in models[1].modules()]
-    gap = same.factors.statistics["0"].outputs - fresh.factors.statistics["0"].outputs
+    gap = same.covariance.statistics["0"].outputs - fresh.covariance.statistics["0"].outputs
     assert (gap.abs().max() < 1e-12) == frozen  # in training mode the normalisation of the two passes differs
 
 

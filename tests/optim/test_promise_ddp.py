@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import noisygrad as ng
-from noisygrad.optim import stacks
+from noisygrad.algorithm import stacks
 from support.compare import OPTIMIZERS, batches, differences, each_optimizer, make, mlp, snapshot
 
 SECONDS = 100
@@ -46,8 +46,10 @@ def work_shared_out(rank: int) -> list[str]:
     model = DistributedDataParallel(mlp())
     optimizer = make(ng.NoisyKFAC, model)
     done: list[str] = []
-    factorise = optimizer.factors._factorise_block
-    optimizer.factors._factorise_block = lambda block, damping: (done.append(block.name), factorise(block, damping))[1]
+    factorise = optimizer.covariance._factorise_block
+    optimizer.covariance._factorise_block = lambda block, damping: (done.append(block.name), factorise(block, damping))[
+        1
+    ]
     x, y = batches(2)[rank]
     optimizer.step(lambda: (model(x), y))
     return done
@@ -63,12 +65,12 @@ def changed_damping(rank: int, stacked: bool) -> dict[str, Any]:
             optimizer.param_groups[0]["damping"] = 0.1
         optimizer.step(lambda x=x, y=y: (model(halves(x, 4)[rank]), halves(y, 4)[rank]))
     stacks.DEVICES = {"cuda"}
-    factors, gradient = optimizer.factors, torch.ones_like(optimizer.mean.flat)
+    factors, gradient = optimizer.covariance, torch.ones_like(optimizer.weights.mean.flat)
     truth = torch.zeros_like(gradient)
     for block in factors.blocks:
         precision = factors.statistics[block.name].factorise(factors.priors[block.name], 0.1, "factored")
         block.write_(truth, precision.solve(block.vector(gradient)))
-    return {"solved": factors.solve(gradient), "truth": truth, "mean": optimizer.mean.flat.clone()}
+    return {"solved": factors.solve(gradient), "truth": truth, "mean": optimizer.weights.mean.flat.clone()}
 
 
 def failure(rank: int, what: str) -> dict[str, Any]:
@@ -79,18 +81,18 @@ def failure(rank: int, what: str) -> dict[str, Any]:
     optimizer.step(lambda: (model(x), y))
     before = snapshot(optimizer)
     bad = x
-    factorise = optimizer.factors._factorise_block
+    factorise = optimizer.covariance._factorise_block
     if rank == 1 and what == "NaN":
         bad = torch.full_like(x, float("nan"))
     if rank == 1 and what == "factorisation":
-        optimizer.factors._factorise_block = _refuse
+        optimizer.covariance._factorise_block = _refuse
     try:
         optimizer.step(lambda: (model(bad), y))
         error = "none"
     except (ArithmeticError, RuntimeError) as caught:
         error = f"{type(caught).__name__}: {caught}"
     after = snapshot(optimizer)
-    optimizer.factors._factorise_block = factorise
+    optimizer.covariance._factorise_block = factorise
     optimizer.step(lambda: (model(x), y))
     return {"error": error, "changed": list(differences(before, after, but=OWN)), "next": snapshot(optimizer)}
 

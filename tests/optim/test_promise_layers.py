@@ -97,8 +97,8 @@ def assert_covered(optimizer, model):
     names = {name for name, _ in model.named_parameters()}
     assert {row[0].partition("[")[0] for row in optimizer.coverage().rows} == names
     assert optimizer.structure.size == sum(p.numel() for p in model.parameters())
-    optimizer._sample.flat.copy_(torch.arange(optimizer.structure.size))
-    back = torch.cat([t.flatten() for t in optimizer._sample.as_dict().values()])
+    optimizer.weights.sample.flat.copy_(torch.arange(optimizer.structure.size))
+    back = torch.cat([t.flatten() for t in optimizer.weights.sample.as_dict().values()])
     assert torch.equal(back.sort().values, torch.arange(len(back), dtype=back.dtype))
 
 
@@ -112,7 +112,7 @@ def test_every_network_trains_in_every_parameter(kind, name):
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
     losses = train(optimizer, model, [batch])
     assert [n for n, p in model.named_parameters() if torch.equal(p, start[n])] == []
-    assert all(update == 1 for update in optimizer.factors.updates)
+    assert all(update == 1 for update in optimizer.covariance.fisher.updates)
     losses += train(optimizer, model, [batch] * 10)
     assert sum(losses[-3:]) < sum(losses[:3])
     assert all(p.isfinite().all() for p in model.parameters())
@@ -236,10 +236,10 @@ def test_a_layer_may_be_unused_in_a_pass(kind):
     train(optimizer, model, data[:2])
     model.use = False
     start = model.rare.weight.detach().clone()
-    fisher = {n: s.clone() for n, s in optimizer.factors.statistics.items()}
+    fisher = {n: s.clone() for n, s in optimizer.covariance.statistics.items()}
     train(optimizer, model, data[2:3])
     if kind is ng.NoisyKFAC:
-        mine, before = (f["rare"].tensors() for f in (optimizer.factors.statistics, fisher))
+        mine, before = (f["rare"].tensors() for f in (optimizer.covariance.statistics, fisher))
         # Its Fisher is 0 in this pass, the third of the moving average; of its inputs nothing new is known.
         torch.testing.assert_close(mine["outputs"], 0.75 * before["outputs"])
         torch.testing.assert_close(mine["inputs"], before["inputs"])
@@ -248,4 +248,4 @@ def test_a_layer_may_be_unused_in_a_pass(kind):
         assert moved.abs().max() < 0.05
     model.use = True
     train(optimizer, model, data[3:])
-    assert optimizer.mean.flat.isfinite().all()
+    assert optimizer.weights.mean.flat.isfinite().all()

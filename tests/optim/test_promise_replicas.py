@@ -72,8 +72,8 @@ def test_replicas_equal_lone_trainings(kind, options):
     for i, one in enumerate(alone):
         close(together.mean.flat[i], one.mean.flat)
         close(together.mean_step.momentum[i], one.mean_step.momentum)
-        for name, statistics in together.factors.statistics.items():
-            theirs = one.factors.statistics[name].tensors()
+        for name, statistics in together.covariance.statistics.items():
+            theirs = one.covariance.statistics[name].tensors()
             for part, tensor in statistics.tensors().items():
                 close(tensor[i], theirs[part])
         for name, buffer in together.likelihood.named_buffers():
@@ -124,7 +124,7 @@ def test_one_replica_is_clipped_by_its_own_length():
         x, y = (part[:, 0].clone() for part in data())
         y[2] *= scale
         optimizer.step(lambda model=model, x=x, y=y: (model(x), y))
-        steps.append(optimizer.mean.flat.clone())
+        steps.append(optimizer.weights.mean.flat.clone())
     assert torch.equal(steps[0][:2], steps[1][:2])
     assert not torch.equal(steps[0][2], steps[1][2])
 

@@ -48,7 +48,7 @@ def test_a_loss_that_is_not_finite_is_refused_even_if_its_gradient_is(form: str)
     x, y = normal(8, 3).float(), normal(8, 1).float()
     for _ in range(2):
         optimizer.step(lambda: (model(x), y))
-    before = optimizer.mean.flat.clone()
+    before = optimizer.weights.mean.flat.clone()
     y[0] = 1e25  # its square overflows, its gradient does not
 
     def step() -> None:
@@ -61,9 +61,9 @@ def test_a_loss_that_is_not_finite_is_refused_even_if_its_gradient_is(form: str)
 
     with pytest.raises(ng.NonFiniteError, match="the loss itself"):
         step()
-    assert torch.equal(optimizer.mean.flat, before)
+    assert torch.equal(optimizer.weights.mean.flat, before)
     assert torch.equal(nn.utils.parameters_to_vector(model.parameters()).sort()[0], before.sort()[0])
-    assert optimizer._steps == 2
+    assert optimizer.steps == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -241,7 +241,7 @@ def test_statistics_of_a_part_of_the_batch_are_those_of_its_first_examples(kind:
         )
         x, y = normal(8, 2, 3, 3)[:examples], torch.arange(8)[:examples] % 2
         fit.step(lambda x=x, y=y: (model(x), y))
-        found.append({name: s.clone() for name, s in fit.factors.statistics.items()})
+        found.append({name: s.clone() for name, s in fit.covariance.statistics.items()})
     for name, statistics in found[0].items():
         for part, tensor in statistics.tensors().items():
             close(tensor, found[1][name].tensors()[part], rtol=1e-5, atol=1e-8)

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from noisygrad.optim.factors import Factors, _average_together
 from torch import Tensor, nn
 
 import noisygrad as ng
+from noisygrad.algorithm import stacks
 from noisygrad.kernels.factorisation import FactorisationError, deferred, inverse_root
-from noisygrad.optim import stacks
-from noisygrad.optim.factors import Factors, _average_together
 
 
 def network(replicas: tuple[int, ...] = ()) -> nn.Module:
@@ -64,9 +64,9 @@ CASES = [
 @pytest.mark.parametrize("settings", CASES, ids=str)
 def test_a_stacked_step_is_that_of_single_blocks(settings, monkeypatch):
     one, other = (trained(monkeypatch, stacked, **settings) for stacked in (False, True))
-    assert one.factors._stacks is None
-    assert other.factors._stacks is not None
-    assert any(len(stack.blocks) > 1 for stack in other.factors._stacks.stacks)
+    assert one.covariance._stacks is None
+    assert other.covariance._stacks is not None
+    assert any(len(stack.blocks) > 1 for stack in other.covariance._stacks.stacks)
     torch.testing.assert_close(other.mean.flat, one.mean.flat, rtol=1e-10, atol=1e-12)
     saved = one.state_dict()["tensors"]
     for name, tensor in other.state_dict()["tensors"].items():
@@ -88,7 +88,7 @@ def test_a_stack_factorised_in_parts_is_the_same(settings, noise, large, monkeyp
     monkeypatch.setattr(stacks, "TOGETHER", 1)
     monkeypatch.setattr(stacks, "LARGE", large)
     parted = trained(monkeypatch, True, **settings, noise=noise)
-    assert any(len(stack.split()) > 1 for stack in parted.factors._stacks.stacks)
+    assert any(len(stack.split()) > 1 for stack in parted.covariance._stacks.stacks)
     torch.testing.assert_close(parted.mean.flat, whole.mean.flat, rtol=1e-10, atol=1e-12)
 
 
@@ -101,8 +101,8 @@ def test_parts_of_a_stack_are_not_larger_than_they_should_be(sizes, replicas, mo
     else:
         model = nn.Sequential(*[nn.Linear(a, b) for a, b in [sizes[:2], sizes[1:]] * 4])
     optimizer = ng.NoisyKFAC(model, ng.Gaussian(), num_data=10, damping=0.1)
-    parts = [part for stack in optimizer.factors._stacks.stacks for part in stack.split()]
-    assert len(parts) > len(optimizer.factors._stacks.stacks)
+    parts = [part for stack in optimizer.covariance._stacks.stacks for part in stack.split()]
+    assert len(parts) > len(optimizer.covariance._stacks.stacks)
     for part in parts:
         largest = max(tensor.numel() for tensor in part.factors.stepper.tensors().values())
         assert largest <= stacks.TOGETHER
@@ -114,43 +114,43 @@ def test_stacked_draws_have_the_covariance_of_single_ones(settings, monkeypatch)
     for stacked in (False, True):
         optimizer = trained(monkeypatch, stacked, **settings, noise=True)
         posterior_free = trained(monkeypatch, False, **settings)  # the same statistics, whatever was drawn
-        optimizer.factors._moments.copy_(posterior_free.factors._moments)
-        optimizer.factors.refresh({0: settings["damping"]})
+        optimizer.covariance.fisher.moments.copy_(posterior_free.covariance.fisher.moments)
+        optimizer.covariance.refresh_({0: settings["damping"]})
         replicas = settings.get("replicas", ())
-        size = optimizer.factors.noise_size
+        size = optimizer.covariance.noise_size
         units = torch.eye(size, dtype=torch.float64)
-        rows = torch.stack([optimizer.factors.sample(unit.expand(*replicas, size)) for unit in units])
+        rows = torch.stack([optimizer.covariance.sample(unit.expand(*replicas, size)) for unit in units])
         found.append(torch.einsum("k...i,k...j->...ij", rows, rows))
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-11)
 
 
 def test_groups_without_noise_are_stacked_apart(monkeypatch):
     optimizer = trained(monkeypatch, True, damping=0.1, noise=True, groups={"8.*": {"noise": False}})
-    spread = optimizer.factors.sample(torch.ones(optimizer.factors.noise_size, dtype=torch.float64))
-    silent = [block for block in optimizer.factors.blocks if not block.noise]
+    spread = optimizer.covariance.sample(torch.ones(optimizer.covariance.noise_size, dtype=torch.float64))
+    silent = [block for block in optimizer.covariance.blocks if not block.noise]
     assert [block.name for block in silent] == ["8@1"]
-    for block in optimizer.factors.blocks:
+    for block in optimizer.covariance.blocks:
         assert bool((block.segment(spread) == 0).all()) == (not block.noise)
 
 
 def test_another_damping_makes_other_stacks(monkeypatch):
     optimizer = trained(monkeypatch, True, damping=0.0, noise=True)
-    shared = [stack.factors.shared for stack in optimizer.factors._stacks.stacks]
-    optimizer.factors.refresh({0: 0.1})
-    apart = [stack.factors.shared for stack in optimizer.factors._stacks.stacks]
+    shared = [stack.factors.shared for stack in optimizer.covariance._stacks.stacks]
+    optimizer.covariance.refresh_({0: 0.1})
+    apart = [stack.factors.shared for stack in optimizer.covariance._stacks.stacks]
     assert all(shared)
     assert not any(apart)
-    for stack in optimizer.factors._stacks.stacks:
+    for stack in optimizer.covariance._stacks.stacks:
         for index, block in enumerate(stack.blocks):
-            own = optimizer.factors.cached[block.name].stepper
+            own = optimizer.covariance.factors[block.name].stepper
             assert own.left.data_ptr() == stack.factors.stepper.left[index].data_ptr()
 
 
 def solved_densely(optimizer: ng.NoisyKFAC, gradient: Tensor, dampings: dict[int, float]) -> Tensor:
     """P⁻¹ g of every block by a dense inverse of equation (11)."""
     solved = torch.zeros_like(gradient)
-    for block in optimizer.factors.blocks:
-        prior, statistics = optimizer.factors.priors[block.name], optimizer.factors.statistics[block.name]
+    for block in optimizer.covariance.blocks:
+        prior, statistics = optimizer.covariance.priors[block.name], optimizer.covariance.statistics[block.name]
         precision = statistics.factorise(prior, dampings[block.group], optimizer.options.damping_mode)
         if block.family == "diagonal":
             block.write_(solved, precision.solve(block.vector(gradient)))
@@ -165,71 +165,71 @@ def test_a_fitted_prior_is_stacked_too(damping_mode, monkeypatch):
     first = trained(monkeypatch, True, damping_mode=damping_mode, noise=True)
     prior = first.posterior().as_prior()
     again = trained(monkeypatch, True, damping_mode=damping_mode, damping=0.1, noise=True, prior=prior)
-    again.factors.refresh({0: 0.1})
+    again.covariance.refresh_({0: 0.1})
     gradient = torch.randn(again.mean.flat.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     truth = solved_densely(again, gradient, {0: 0.1})
-    torch.testing.assert_close(again.factors.solve(gradient), truth, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(again.covariance.solve(gradient), truth, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("damping_mode", ["factored", "exact"])
 def test_a_failure_in_a_stack_names_its_layer_and_stores_nothing(damping_mode, monkeypatch):
     optimizer = trained(monkeypatch, True, damping=0.1, damping_mode=damping_mode, noise=True)
-    before = {name: t.clone() for b in optimizer.factors.blocks for name, t in named(optimizer, b)}
-    moments = optimizer.factors._moments.clone()
-    optimizer.factors._moments.mul_(1.5)  # all others would change
-    optimizer.factors.statistics["9"].outputs.fill_(float("nan"))
+    before = {name: t.clone() for b in optimizer.covariance.blocks for name, t in named(optimizer, b)}
+    moments = optimizer.covariance.fisher.moments.clone()
+    optimizer.covariance.fisher.moments.mul_(1.5)  # all others would change
+    optimizer.covariance.statistics["9"].outputs.fill_(float("nan"))
     with pytest.raises(FactorisationError, match="layer 9"):
-        optimizer.factors.refresh({0: 0.1})
-    for block in optimizer.factors.blocks:
+        optimizer.covariance.refresh_({0: 0.1})
+    for block in optimizer.covariance.blocks:
         for name, tensor in named(optimizer, block):
             assert torch.equal(tensor, before[name]), name
-    optimizer.factors._moments.copy_(moments)
-    optimizer.factors.refresh({0: 0.0})  # other stacks, after a failure
-    gradient = torch.ones_like(optimizer.mean.flat)
+    optimizer.covariance.fisher.moments.copy_(moments)
+    optimizer.covariance.refresh_({0: 0.0})  # other stacks, after a failure
+    gradient = torch.ones_like(optimizer.weights.mean.flat)
     truth = solved_densely(optimizer, gradient, {0: 0.0})
-    torch.testing.assert_close(optimizer.factors.solve(gradient), truth, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(optimizer.covariance.solve(gradient), truth, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.filterwarnings("ignore:A .* precision factor is not positive definite")
 def test_a_stack_that_needs_repair_is_made_block_by_block(monkeypatch):
     optimizer = trained(monkeypatch, True, damping=0.1, noise=True)
-    (stack,) = [each for each in optimizer.factors._stacks.stacks if "9" in [block.name for block in each.blocks]]
+    (stack,) = [each for each in optimizer.covariance._stacks.stacks if "9" in [block.name for block in each.blocks]]
     assert len(stack.blocks) > 1
-    optimizer.factors.statistics["9"].outputs.fill_(1e40)  # of rank 1: what is added to its diagonal is rounded off
+    optimizer.covariance.statistics["9"].outputs.fill_(1e40)  # of rank 1: what is added to its diagonal is rounded off
     made = []
     real = Factors._factorise_block
     monkeypatch.setattr(Factors, "_factorise_block", lambda self, b, d: made.append(b.name) or real(self, b, d))
-    optimizer.factors.refresh({0: 0.1})
+    optimizer.covariance.refresh_({0: 0.1})
     assert {block.name for block in stack.blocks} <= set(made)
-    assert len(made) < len(optimizer.factors.blocks)
+    assert len(made) < len(optimizer.covariance.blocks)
     for block in stack.blocks:
-        kept, right = optimizer.factors.cached[block.name], real(optimizer.factors, block, 0.1)
+        kept, right = optimizer.covariance.factors[block.name], real(optimizer.covariance, block, 0.1)
         for mine, theirs in ((kept.stepper, right.stepper), (kept.sampler, right.sampler)):
             for name, tensor in theirs.tensors().items():
                 assert torch.equal(mine.tensors()[name], tensor)
 
 
 def named(optimizer: ng.NoisyKFAC, block) -> list[tuple[str, Tensor]]:
-    return [(f"{block.name} {name}", tensor) for name, tensor in optimizer.factors.tensors(block).items()]
+    return [(f"{block.name} {name}", tensor) for name, tensor in optimizer.covariance.tensors(block).items()]
 
 
 def test_a_failed_change_of_damping_leaves_no_stale_stack(monkeypatch):
     optimizer = trained(monkeypatch, True, damping=0.0, noise=True, groups={"9.*": {"damping": 0.0}})
-    moments = optimizer.factors._moments.clone()
-    optimizer.factors.statistics["9@1"].outputs.fill_(float("nan"))
+    moments = optimizer.covariance.fisher.moments.clone()
+    optimizer.covariance.statistics["9@1"].outputs.fill_(float("nan"))
     with pytest.raises(FactorisationError):
-        optimizer.factors.refresh({0: 0.5, 1: 0.0})
-    optimizer.factors._moments.copy_(moments)
+        optimizer.covariance.refresh_({0: 0.5, 1: 0.0})
+    optimizer.covariance.fisher.moments.copy_(moments)
     for _ in range(2):
-        optimizer.factors.refresh({0: 0.5, 1: 0.0})
-    gradient = torch.ones_like(optimizer.mean.flat)
+        optimizer.covariance.refresh_({0: 0.5, 1: 0.0})
+    gradient = torch.ones_like(optimizer.weights.mean.flat)
     truth = solved_densely(optimizer, gradient, {0: 0.5, 1: 0.0})
-    torch.testing.assert_close(optimizer.factors.solve(gradient), truth, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(optimizer.covariance.solve(gradient), truth, rtol=1e-8, atol=1e-10)
 
 
 def test_the_moving_average_in_place_is_the_usual_one(monkeypatch):
     optimizer = trained(monkeypatch, False)
-    factors, rate = optimizer.factors, torch.tensor(0.3, dtype=torch.float64)
+    factors, rate = optimizer.covariance, torch.tensor(0.3, dtype=torch.float64)
     old = [tensor for b in factors.blocks for tensor in factors.statistics[b.name].tensors().values()]
     new = [torch.randn_like(tensor) for tensor in old]
     expected = torch.lerp(factors._moments, torch.cat([tensor.flatten() for tensor in new]), rate)

@@ -10,9 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import noisygrad as ng
+from noisygrad.algorithm import stacks
 from noisygrad.optim import execution as graphs
-from noisygrad.optim import stacks
-from noisygrad.optim.factors import Factors
 
 STEPS = 24
 X, Y = torch.randn(8, 2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3)), torch.arange(8) % 3
@@ -77,7 +76,7 @@ def made(family, monkeypatch, *, gpu, **options):
     if gpu:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         optimizer.device = optimizer.guard._device = types.SimpleNamespace(type="cuda")
-        optimizer._replays = Recorder()
+        optimizer.update._executor = Recorder()
     return model, optimizer
 
 
@@ -131,14 +130,14 @@ def test_factors_that_were_brought_together_anew_are_another_place(monkeypatch):
     """After a refresh that failed, the next one makes new stacks."""
     monkeypatch.setattr(stacks, "DEVICES", {"cpu"})
     _, optimizer = made(ng.NoisyKFAC, monkeypatch, gpu=False)
-    factors = optimizer.factors
+    factors = optimizer.covariance
     real = Factors._store
     monkeypatch.setattr(Factors, "_store", lambda self, block, new: real(self, block, new) or fail())
     with pytest.raises(KeyboardInterrupt):
-        factors.refresh({0: 0.0})
+        factors.refresh_({0: 0.0})
     monkeypatch.setattr(Factors, "_store", real)
     before, old = factors.generation, factors._stacks
-    factors.refresh({0: 1e-3})
+    factors.refresh_({0: 1e-3})
     assert factors._stacks is not old
     assert factors.generation != before
 
@@ -149,7 +148,7 @@ def fail():
 
 def test_what_is_replayed(monkeypatch):
     model, optimizer = made(ng.NoisyKFAC, monkeypatch, gpu=True)
-    replays = optimizer._replays
+    replays = optimizer.update._executor
     for _ in range(STEPS):
         optimizer.step(lambda: (model(X), Y))
     # Of a step with statistics only the move of the mean; every piece is recorded once.
@@ -181,13 +180,13 @@ def test_a_bad_step_with_statistics_is_masked(family, monkeypatch):
     for _ in range(5):
         optimizer.step(lambda: (model(X), Y))
     before = weights(model)
-    fisher = {name: statistics.clone() for name, statistics in optimizer.factors.statistics.items()}
+    fisher = {name: statistics.clone() for name, statistics in optimizer.covariance.statistics.items()}
     optimizer.step(lambda: (model(X * torch.nan), Y))
-    assert optimizer._replays.names[-1] == "move"
+    assert optimizer.update._executor.names[-1] == "move"
     assert torch.equal(weights(model), before)
     for name, kept in fisher.items():
         for part, tensor in kept.tensors().items():
-            assert torch.equal(optimizer.factors.statistics[name].tensors()[part], tensor)
+            assert torch.equal(optimizer.covariance.statistics[name].tensors()[part], tensor)
     optimizer.step(lambda: (model(X), Y))
     with pytest.raises(ng.NonFiniteError):  # the eighth refreshes the factors
         optimizer.step(lambda: (model(X), Y))

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import noisygrad as ng
+from noisygrad.algorithm import stacks
 from noisygrad.curvature import layers, passes, summaries, units
 from noisygrad.optim import optimizer as base
-from noisygrad.optim import stacks
 from noisygrad.posterior import parameters
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import build_structure
@@ -102,8 +102,8 @@ def test_training_is_the_same(family, more, gpu_ways):
         train(optimizer, gpu_ways.current)
         trained.append(optimizer)
     usual, other = trained
-    assert usual.structure is usual.canonical_structure
-    assert (other.structure is other.canonical_structure) == (family is ng.NoisyFull)
+    assert usual.structure is usual._canonical_structure
+    assert (other.structure is other._canonical_structure) == (family is ng.NoisyFull)
     same(usual, other)
     posteriors = [optimizer.posterior() for optimizer in trained]
     for name, tensor in posteriors[0].mean.items():
@@ -148,7 +148,7 @@ def test_a_fitted_prior_is_for_either_order(family, gpu_ways):
 @pytest.mark.parametrize("family", FAMILIES[:3], ids=lambda family: family.__name__)
 def test_nothing_lies_between_parameters_and_flat_vectors(family, gpu_ways):
     optimizer = gpu_ways(family, on=True)
-    for weights in (optimizer.mean, optimizer._sample, optimizer._gradient):
+    for weights in (optimizer.weights.mean, optimizer.weights.sample, optimizer.update.gradient):
         assert weights._parameters.staging(weights.flat, weights._views) is None
         for view, parameter in zip(weights._views, weights._parameters.known, strict=True):
             assert view.stride() == parameter.stride()
@@ -158,7 +158,7 @@ def test_stacks_take_weights_from_where_they_lie(gpu_ways, monkeypatch):
     usual = gpu_ways(ng.NoisyKFAC, on=False, noise=False)
     monkeypatch.setattr(stacks, "DEVICES", {"cpu"})
     stacked = gpu_ways(ng.NoisyKFAC, on=True, noise=False)
-    assert stacked.factors._stacks is not None
+    assert stacked.covariance._stacks is not None
     for optimizer in (usual, stacked):
         train(optimizer, gpu_ways.current)
     same(usual, stacked)

@@ -82,7 +82,7 @@ def test_copies_of_equal_strides_take_one_launch(monkeypatch: pytest.MonkeyPatch
 
 
 def train_on(model: nn.Module, optimizer: ng.NoisyOptimizer, steps: int) -> None:
-    generator = torch.Generator().manual_seed(optimizer._steps)
+    generator = torch.Generator().manual_seed(optimizer.steps)
     for _ in range(steps):
         x = torch.randn(6, 2, 4, 4, generator=generator).contiguous(memory_format=torch.channels_last)
         y = torch.randint(3, (6,), generator=generator)
@@ -124,7 +124,7 @@ def test_a_draw_that_fails_leaves_the_weights_that_were_there(monkeypatch: pytes
     def no_memory(*args: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(optimizer._replays, "run", no_memory)
+    monkeypatch.setattr(optimizer.update._executor, "run", no_memory)
     with pytest.raises(RuntimeError, match="out of memory"), optimizer.sampled():
         pass
     assert all(bool((parameter == 7.0).all()) for parameter in model.parameters())
@@ -134,9 +134,9 @@ def test_staging_stays_as_long_as_the_parameters_and_is_not_pickled(monkeypatch:
     monkeypatch.setattr(parameters, "DEVICES", {"cpu"})
     model = MODELS["replicas"]()
     optimizer = ng.NoisyAdam(model, ng.Gaussian(noise_variance=0.1), num_data=50, seed=0)
-    views = optimizer.mean._parameters
-    before = views.staging(optimizer.mean.flat, optimizer.mean._views)
+    views = optimizer.weights.mean._parameters
+    before = views.staging(optimizer.weights.mean.flat, optimizer.weights.mean._views)
     assert before is not None
     FlatWeights.zeros(optimizer.structure, torch.float64, torch.device("cpu"))._places()
-    assert views.staging(optimizer.mean.flat, optimizer.mean._views) is before
+    assert views.staging(optimizer.weights.mean.flat, optimizer.weights.mean._views) is before
     assert not pickle.loads(pickle.dumps(views))._staging

@@ -235,7 +235,7 @@ def test_each_parameter_has_its_own_prior(name: str, family: str) -> None:
     expected = torch.cat(shares)
     close(prior_in_parameter_order(optimizer), torch.diag(expected))
     # And in units of the Fisher, λ/N times it, in what the optimiser adds to the gradient.
-    added = optimizer.factors.add_prior_gradient_(
+    added = optimizer.covariance.add_prior_gradient_(
         torch.zeros(optimizer.structure.size, dtype=torch.float64),
         torch.ones(optimizer.structure.size, dtype=torch.float64),
         None,

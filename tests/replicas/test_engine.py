@@ -99,7 +99,7 @@ def test_a_learner_follows_the_optimiser(family: str, settings: dict, noise_prio
         kl_clip=chosen.kl_clip,
     )  # fmt: skip
     if chosen.fisher_start == "fading":
-        optimizer.factors.updates.fill_(1e9)  # so many updates later, nothing is left of the quick start
+        optimizer.covariance.fisher.updates.fill_(1e9)  # so many updates later, nothing is left of the quick start
     generator = torch.Generator()
     generator.set_state(optimizer.generators[0].get_state())
     places = [place for matrix in layer_places() for place in matrix]

@@ -121,11 +121,11 @@ def assert_unchanged(before: Mapping[str, Any], optimizer: Any, *, but: tuple[st
 
 def assert_nothing_pending(optimizer: Any) -> None:
     """No draw is remembered, no gradient kept, and no hook is left on the model."""
-    pending = optimizer._pending
+    pending = optimizer.accumulated
     assert (pending.draws, pending.calls, pending.statistics, pending.noise) == (0, 0, {}, None)
     assert all(parameter.grad is None for parameter in optimizer.model.parameters())
     assert all(not module._forward_hooks and "forward" not in vars(module) for module in optimizer.model.modules())
-    assert optimizer._draw is None
+    assert optimizer.weights.current is None
 
 
 def compare_optimizers(a: Any, b: Any, tolerance: float = 0.0, *, but: tuple[str, ...] = ()) -> None:

@@ -63,7 +63,7 @@ def test_trains_and_records():
     assert history.loss[-1] < history.loss[0]
     assert [record.epoch for record in records] == list(range(1, 31))
     assert history.metrics[4] == {"twice": 10.0}
-    assert optimizer._steps == 90
+    assert optimizer.steps == 90
 
 
 def test_equals_the_loop_it_replaces():

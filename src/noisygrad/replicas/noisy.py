@@ -112,7 +112,11 @@ class NoisyLearner(VariationalLearner):
         self._scale = math.sqrt(units)
         blocks = blocks_of(network, settings.family, self.replicas, noise=settings.noise)
         self._units = [unit for block in blocks for unit in block.units]
-        self._priors = {block.name: block.prior(lambda name: gamma, dtype, self.device) for block in blocks}
+        # Whole tensors: the first compiled steps are compared with eager ones, and all that they see is written back.
+        self._priors = {
+            block.name: block.prior(lambda name: gamma, dtype, self.device).map(lambda tensor: tensor.contiguous())
+            for block in blocks
+        }
         self.covariance = Covariance(
             blocks,
             self._priors,
