@@ -1,0 +1,325 @@
+"""The eigenvalue-corrected Kronecker family: a layer's Fisher block is diagonal in a Kronecker basis (noisy EK-FAC).
+
+The basis is L ⊗ V. L = W_S U_S, where W_S W_Sᵀ = Γ_S⁻¹ whitens the prior Γ = Γ_S ⊗ Γ_A and U_S holds the orthonormal
+eigenvectors of W_Sᵀ S W_S; V is the same for the inputs. So (L ⊗ V)ᵀ Γ (L ⊗ V) = I, and with R the mean square of one
+example's gradient in this basis, P = F̄ + Γ is diagonal in it: P⁻¹ = (L ⊗ V) diag(1/(R + 1)) (L ⊗ V)ᵀ.
+
+`kronecker` in its exact mode is the special case R = s aᵀ, with s and a the eigenvalues. R holds the Fisher's true
+diagonal in the basis instead, which for the same examples is never farther from the Fisher in Frobenius norm, if the
+prior is isotropic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from noisygrad.families import base, kronecker
+from noisygrad.families.base import DampingMode
+from noisygrad.kernels.factorisation import (
+    capturing,
+    factorisation_error,
+    inverse_root,
+    rounding_floor,
+    symmetric_eigh,
+)
+from noisygrad.kernels.products import between
+from noisygrad.kernels.products import matmul
+
+Prior = kronecker.Prior
+
+SquareSums = Callable[[Tensor, Tensor], Tensor]
+"""Σ_b (Σ_t g aᵀ)², elementwise, `[..., out, in]`, from g `[..., B, T, out]` and a `[..., B, T, in]`."""
+
+CHUNK = 1 << 22
+"""Per-example matrices are made of at most this many numbers at a time."""
+
+
+def _sum_of_squared_products(outputs: Tensor, inputs: Tensor) -> Tensor:
+    """A `SquareSums` in bounded memory."""
+    if outputs.shape[-2] == 1:
+        # (g aᵀ)² = g² (a²)ᵀ: no per-example matrix is needed.
+        return matmul(outputs.squeeze(-2).square().mT, inputs.squeeze(-2).square())
+    size = _chunk_size(outputs.shape[:-3].numel() * outputs.shape[-1] * inputs.shape[-1])
+    total = outputs.new_zeros(*outputs.shape[:-3], outputs.shape[-1], inputs.shape[-1])
+    for g, a in zip(outputs.split(size, dim=-3), inputs.split(size, dim=-3), strict=True):
+        total += (g.mT @ a).square_().sum(-3)
+    return total
+
+
+@dataclasses.dataclass
+class Statistics(base.Statistics):
+    """A (`inputs`), S (`outputs`), the bases L (`left`) and V (`right`), and R (`fisher`, `[..., out, in]`).
+
+    A, S and R are moving averages (`averages`). L and V are not averaged: `refresh_basis_` replaces them. They belong to one
+    prior, and every method that takes a prior has to be given that one.
+    """
+
+    inputs: Tensor
+    outputs: Tensor
+    left: Tensor
+    right: Tensor
+    fisher: Tensor
+
+    @classmethod
+    def identity(
+        cls,
+        batch: Sequence[int],
+        outputs: int,
+        inputs: int,
+        prior: Prior,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> Self:
+        """The Fisher at the start: F̄ = I, in a basis that whitens the prior.
+
+        Raises:
+            FactorisationError: the prior is improper or not finite.
+        """
+        plain = kronecker.Statistics.identity(batch, outputs, inputs, dtype=dtype, device=device)
+        left, right = (
+            _identity_basis(factor, prior.diagonal).to(dtype=dtype, device=device).expand_as(moment).clone()
+            for factor, moment in ((prior.outputs, plain.outputs), (prior.inputs, plain.inputs))
+        )
+        return cls(plain.inputs, plain.outputs, left, right, _squared_lengths(left, right))
+
+    @classmethod
+    def measure(
+        cls,
+        activations: Tensor,
+        gradients: Tensor,
+        constant: bool,
+        current: Statistics,
+        squares: SquareSums = _sum_of_squared_products,
+    ) -> Self:
+        """From inputs `[..., B, T, in]` and per-example output gradients `[..., B, T, out]` of one batch.
+
+        A and S are those of `kronecker.Statistics.measure`. R is measured in the bases of `current`, which the result
+        shares with it: average the result into `current` before its next `refresh_basis_`.
+
+        Args:
+            activations: inputs, without the constant 1 of the bias.
+            gradients: gradients of the summed loss, so that no batch size is in them.
+            constant: whether a constant 1 is to be appended to the inputs.
+            current: the moving average.
+            squares: how squared per-example products are summed.
+        """
+        plain = kronecker.Statistics.measure(activations, gradients, constant)
+        total = _squares_in_basis(activations, gradients, constant, current, squares)
+        return cls(plain.inputs, plain.outputs, current.left, current.right, total / gradients.shape[-3])
+
+    def averages(self) -> dict[str, Tensor]:
+        """The tensors of which a moving average is kept: all but the bases."""
+        return {"inputs": self.inputs, "outputs": self.outputs, "fisher": self.fisher}
+
+    @torch.no_grad()
+    def update_(self, measured: Self, decay: Tensor | float) -> Self:
+        """In place: decay · self + (1 − decay) · measured, of `averages`; `measured` has to be in the same bases."""
+        new = measured.averages()
+        for name, tensor in self.averages().items():
+            tensor.mul_(decay).add_(new[name] * (1.0 - decay))
+        return self
+
+    @torch.no_grad()
+    def add_floor_(self, floor: float) -> None:
+        """In place: F + floor · I, exact for an isotropic prior; otherwise I is replaced by its diagonal in the basis.
+
+        A and S, which only determine the next bases, stay as they are.
+        """
+        self.fisher.add_(_squared_lengths(self.left, self.right), alpha=floor)
+
+    @torch.no_grad()
+    def refresh_basis_(self, prior: Prior) -> None:
+        """In place: new bases from A and S as they are now, and R as the diagonal of the old model in the new bases.
+
+        The trace of F̄ in the prior's metric, tr(Γ⁻¹ F̄) = Σ R, is preserved. This reads on the host, so it cannot be
+        part of a CUDA graph.
+
+        Args:
+            prior: Γ, that of the bases until now.
+
+        Raises:
+            FactorisationError: a factor, R or the prior is not finite, or an eigendecomposition failed.
+            ValueError: the bases belong to another prior. Whatever is raised, nothing has changed.
+        """
+        rows, _ = whitener(prior.outputs, prior.diagonal)
+        columns, _ = whitener(prior.inputs, prior.diagonal)
+        old_left = _withoutwhitener(self.left, rows, prior.diagonal)
+        old_right = _withoutwhitener(self.right, columns, prior.diagonal)
+        _check(self.fisher + 1.0, old_left, old_right, 0.0)
+        left = _eigenvectors(self.outputs, rows, prior.diagonal)
+        right = _eigenvectors(self.inputs, columns, prior.diagonal)
+        # M = L_newᵀ Γ L_old is a rotation from the old basis to the new one, of which R takes the squares.
+        turn_left, turn_right = matmul(left.mT, old_left).square_(), matmul(right.mT, old_right).square_()
+        fisher = matmul(matmul(turn_left, self.fisher), turn_right.mT)
+        self.left.copy_(_times(rows, left, prior.diagonal))
+        self.right.copy_(_times(columns, right, prior.diagonal))
+        self.fisher.copy_(fisher)
+
+    def factorise(self, prior: Prior, damping: float = 0.0, mode: DampingMode = "factored") -> Precision:
+        """P = F̄ + Γ + γ_ex I; `mode` changes nothing. No eigendecomposition is made here (`refresh_basis_`).
+
+        γ_ex I is exact for an isotropic prior; otherwise it is replaced by its diagonal in the basis.
+
+        Raises:
+            FactorisationError: R is not finite, or the prior is improper or not finite.
+            ValueError: the bases belong to another prior.
+        """
+        del mode
+        rows, logdet_s = whitener(prior.outputs, prior.diagonal)
+        columns, logdet_a = whitener(prior.inputs, prior.diagonal)
+        left_basis = _withoutwhitener(self.left, rows, prior.diagonal)
+        right_basis = _withoutwhitener(self.right, columns, prior.diagonal)
+        spectrum = self.fisher + 1.0
+        if damping:
+            spectrum.add_(_squared_lengths(self.left, self.right), alpha=damping)
+        if not capturing():
+            _check(spectrum, left_basis, right_basis, damping)
+        outputs, inputs = spectrum.shape[-2:]
+        logdet = inputs * logdet_s + outputs * logdet_a + spectrum.log().sum((-2, -1))
+        return Precision(
+            left=self.left.clone(),
+            right=self.right.clone(),
+            spectrum=spectrum,
+            inverse_left=None,
+            inverse_right=None,
+            terms=prior.matrices(),
+            log_determinant=logdet,
+            left_basis=left_basis,
+            right_basis=right_basis,
+        )
+
+
+@dataclasses.dataclass
+class Precision(kronecker.Precision):
+    """P⁻¹ = (L ⊗ V) diag(1/`spectrum`) (L ⊗ V)ᵀ, with L = `left` and V = `right`.
+
+    `terms` are (Γ_S, Γ_A). L Lᵀ = Γ_S⁻¹ makes L⁻ᵀ = Γ_S L, so P = B diag(`spectrum`) Bᵀ with B = Γ_S L ⊗ Γ_A V. The
+    bases are the orthonormal U_S and U_A: see `kronecker.in_eigenbasis`.
+    """
+
+    def quad(self, vector: Tensor) -> Tensor:
+        """Σ_ij spectrum_ij (Lᵀ Γ_S X Γ_A V)_ij²."""
+        rows, columns, spectrum = self._dual()
+        return (spectrum * between(rows.mT, self._matrix(vector), columns).square()).sum((-2, -1))
+
+    def to_dense(self) -> Tensor:
+        """B diag(spectrum) Bᵀ with B = Γ_S L ⊗ Γ_A V."""
+        rows, columns, spectrum = self._dual()
+        dual = kronecker.kronecker_product(rows, columns)
+        return (dual * spectrum.flatten(-2)[..., None, :]) @ dual.mT
+
+    def as_prior(self) -> Prior:
+        """P as one Kronecker product: the spectrum is replaced by the outer product of its row and column means.
+
+        This is P itself where the spectrum has rank one (a Fisher of zero, or a 1×1 factor). Otherwise it keeps the
+        means of the spectrum's rows and columns, but not how single entries differ from their product.
+        """
+        rows, columns, spectrum = self._dual()
+        by_row = spectrum.mean(-1)
+        by_column = spectrum.mean(-2) / spectrum.mean((-2, -1))[..., None]
+        inputs = (columns * by_column[..., None, :]) @ columns.mT
+        return Prior(inputs, (rows * by_row[..., None, :]) @ rows.mT, diagonal=False)
+
+    def _dual(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(Γ_S L, Γ_A V, spectrum)."""
+        [(outputs, inputs)] = self._pairs()
+        assert self.spectrum is not None
+        return outputs @ self.left, inputs @ self.right, self.spectrum
+
+
+def _squares_in_basis(
+    activations: Tensor, gradients: Tensor, constant: bool, current: Statistics, squares: SquareSums
+) -> Tensor:
+    """Σ_b (Lᵀ (Σ_t g aᵀ) V)² in the bases of `current`."""
+    left, right = current.left, current.right
+    outputs, inputs = left.shape[-1], right.shape[-1]
+    shape = gradients.shape[-3:-1]
+    positions = shape[-1]
+    if positions * (outputs**2 + inputs**2) <= outputs * inputs * (outputs + inputs):
+        g = matmul(gradients.flatten(-3, -2), left)
+        a = matmul(activations.flatten(-3, -2), right[..., : activations.shape[-1], :])
+        a = a + right[..., -1:, :] if constant else a
+        return squares(g.unflatten(-2, shape), a.unflatten(-2, shape))
+    # With many positions it is cheaper to rotate each example's matrix than all of its positions.
+    size = _chunk_size(gradients.shape[:-3].numel() * outputs * inputs)
+    total = torch.zeros_like(current.fisher)
+    for g, a in zip(gradients.split(size, dim=-3), activations.split(size, dim=-3), strict=True):
+        matrices = g.mT @ a
+        if constant:
+            matrices = torch.cat([matrices, g.sum(-2)[..., None]], dim=-1)
+        total += between(left.mT, matrices.movedim(-3, 0), right).square().sum(0)
+    return total
+
+
+def _chunk_size(numbers: int) -> int:
+    """How many examples are worked on at a time, where each takes this many numbers."""
+    return max(1, CHUNK // max(1, numbers))
+
+
+def whitener(factor: Tensor, diagonal: bool) -> tuple[Tensor, Tensor]:
+    """(W, log |Γ|) with W Wᵀ = Γ⁻¹; W is given by its own diagonal if `diagonal`, else it is upper triangular."""
+    if not diagonal:
+        return inverse_root(factor, rounding_floor(factor))
+    if not capturing() and not bool(((factor > 0) & torch.isfinite(factor)).all()):
+        condition = math.inf if bool(torch.isfinite(factor).all()) else math.nan
+        raise factorisation_error(factor.shape[-1], condition, float(factor.min()))
+    return factor.rsqrt(), factor.log().sum(-1)
+
+
+def _times(factor: Tensor, matrix: Tensor, diagonal: bool) -> Tensor:
+    """Γ X; `factor` is given by its own diagonal if `diagonal`."""
+    return factor[..., :, None] * matrix if diagonal else matmul(factor, matrix)
+
+
+def _withoutwhitener(basis: Tensor, whitener: Tensor, diagonal: bool) -> Tensor:
+    """U of `basis` = W U."""
+    if diagonal:
+        return basis / whitener[..., :, None]
+    solved: Tensor = torch.linalg.solve_triangular(whitener, basis, upper=True)
+    return solved
+
+
+def _eigenvectors(moment: Tensor, whitener: Tensor, diagonal: bool) -> Tensor:
+    """Those of Wᵀ `moment` W."""
+    if diagonal:
+        return symmetric_eigh(whitener[..., :, None] * moment * whitener[..., None, :])[1]
+    return symmetric_eigh(matmul(matmul(whitener.mT, moment), whitener))[1]
+
+
+def _identity_basis(factor: Tensor, diagonal: bool) -> Tensor:
+    """W U, in which the prior's `factor` and the identity are both diagonal."""
+    whitener, _ = whitener(factor, diagonal)
+    if diagonal:
+        return torch.diag_embed(whitener)
+    eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+    return matmul(whitener, _eigenvectors(eye, whitener, diagonal))
+
+
+def _squared_lengths(left: Tensor, right: Tensor) -> Tensor:
+    """The diagonal of (L ⊗ V)ᵀ (L ⊗ V), the identity's in the basis, `[..., out, in]`."""
+    return left.square().sum(-2)[..., :, None] * right.square().sum(-2)[..., None, :]
+
+
+def _check(spectrum: Tensor, left: Tensor, right: Tensor, damping: float) -> None:
+    """Raise where the spectrum is not finite or not positive, or U_S or U_A is not orthonormal; one host read."""
+    lengths = torch.stack([side.square().sum((-2, -1)) / side.shape[-1] for side in (left, right)])
+    flags = [
+        torch.isfinite(spectrum).all() & torch.isfinite(lengths).all(),
+        (spectrum > 0).all(),
+        ((lengths - 1.0).abs() < 0.1).all(),  # rounding is far smaller, even with a badly conditioned prior in float32
+    ]
+    finite, positive, same_prior = torch.stack(flags).tolist()
+    if not (finite and positive):
+        raise factorisation_error(spectrum.shape[-2:].numel(), math.inf if finite else math.nan, damping)
+    if not same_prior:
+        raise ValueError(
+            "the bases of these statistics belong to another prior than the one given; give the prior that identity() "
+            "was given"
+        )
