@@ -20,22 +20,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
-from noisygrad.curvature.passes import (
-    CACHE,
-    FEW_POSITIONS,
-    MatrixPass,
-    add_squares_,
-    chunk_size,
-    scratch_buffer,
-    sum_of_squared_products,
-    sum_of_squares,
-)
+from noisygrad.curvature.passes import MatrixPass
 from noisygrad.curvature.units import Unit
 from noisygrad.curvature.windows import Axis, patches, two_axes
 from noisygrad.families import kronecker, packed
 from noisygrad.kernels import squares, triangles
 from noisygrad.kernels.moments import column_sums, gram, with_border
 from noisygrad.kernels.products import has_onednn, use_onednn_at
+from noisygrad.kernels.scratch import CACHE, memory_bound, scratch_buffer
+from noisygrad.kernels.squared_products import (
+    FEW_POSITIONS,
+    add_squares_,
+    chunk_size,
+    sum_of_squared_products,
+    sum_of_squares,
+)
 
 SMALL_PATCH = 64
 """Patches of at most so many numbers, as of colour images, are rather made: a product with a part of one is thin."""
@@ -114,6 +113,13 @@ class PatchedPass(MatrixPass):
         rows = positions * (positions + 1) // 2 if positions <= FEW_POSITIONS else max(positions, outputs)
         return self._sum_of_parts(MatrixPass._squared_products, self._patch_size * rows)
 
+    def squares_in_basis(self, left: Tensor, right: Tensor) -> Tensor:
+        """Σ_b (Lᵀ G_b V)², a sum over parts of the batch."""
+        positions, outputs = self.gradients.shape[1:]
+        # Patches and what they are in the basis, or as many per-example gradients.
+        numbers = 2 * (self._patch_size + self.constant) * max(positions, outputs)
+        return self._sum_of_parts(lambda part: part.squares_in_basis(left, right), numbers)
+
     def _sum_of_parts(self, what: Callable[[MatrixPass], Tensor], numbers: int) -> Tensor:
         """The sum over parts of the batch."""
         # The patches of a part are gone before the next are made.
@@ -141,7 +147,7 @@ class ConvolutionPass(PatchedPass):
     def applies(module: Any, images: Tensor, batch: int) -> bool:
         """Whether this layer's geometry, device and batch allow it."""
         plain = len(module.kernel_size) <= 2 and all(step == 1 for step in module.stride)
-        return plain and images.device.type == "cpu" and PatchedPass.applies(module, images, batch)
+        return plain and memory_bound(images) and PatchedPass.applies(module, images, batch)
 
     @cached_property
     def _geometry(self) -> tuple[Tensor, Axis, Axis]:
@@ -211,10 +217,7 @@ class ConvolutionPass(PatchedPass):
         positions = self.gradients.shape[1]
         if positions == 1:
             return super().square_sums()
-        # Squares of small gradients would be denormal numbers: most CPUs are slow at those, and digits are lost.
-        least, most = self._gradients.aminmax()  # as they lie: twenty times as fast
-        largest = torch.maximum(-least, most)
-        scale = torch.where(largest > 0, largest, 1.0)
+        scale = self._largest_gradient()
         if positions <= FEW_POSITIONS:
             weight = self._squares_by_taps(scale)
         elif self._groups_are_fast():
@@ -228,6 +231,20 @@ class ConvolutionPass(PatchedPass):
             weight = self._squares_by_rows(scale)
         bias = (self.gradients.sum(dim=-2) / scale).square().sum(dim=-2)
         return [piece * scale.square() for piece in self._pieces(weight, bias)]
+
+    def squares_in_basis(self, left: Tensor, right: Tensor) -> Tensor:
+        """Σ_b (Lᵀ G_b V)², a sum over parts of the batch."""
+        scale = self._largest_gradient()
+        return super().squares_in_basis(left / scale, right).mul_(scale.square())
+
+    def _largest_gradient(self) -> Tensor:
+        """What to divide gradients by before they are squared, 0-dimensional.
+
+        Squares of small ones would be denormal numbers: most CPUs are slow at those, and digits are lost.
+        """
+        least, most = self._gradients.aminmax()  # in their own order of memory: twenty times as fast
+        largest = torch.maximum(-least, most)
+        return torch.where(largest > 0, largest, 1.0)
 
     def _squares_by_taps(self, scale: Tensor) -> Tensor:
         """Each tap is a 1×1 convolution of what it sees: for few positions, of which the edges cut off most."""

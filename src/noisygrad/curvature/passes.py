@@ -8,8 +8,6 @@ squares (`square_sums`). The gradients are those of the *summed* loss, so that n
 
 from __future__ import annotations
 
-import math
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,123 +19,9 @@ from torch import Tensor
 from noisygrad.curvature.units import Unit
 from noisygrad.families import kronecker, packed
 from noisygrad.families.base import joined
-from noisygrad.kernels import products, squares
-from noisygrad.kernels.factorisation import capturing
+from noisygrad.kernels import squares
 from noisygrad.kernels.moments import second_moment
-
-CHUNK = {"cpu": 1 << 22, "cuda": 1 << 24}
-"""Per-example gradients, and patches, are made of at most this many numbers at a time: what fits a cache, or what keeps
-a GPU busy."""
-
-CACHE = 1 << 19
-"""The same on a CPU where the matrices are made in one place: what its cache holds."""
-
-_PLACES = threading.local()
-
-_PAIRS: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor, Tensor]] = {}
-
-MANY = 16
-"""From so many small matrices on, they are summed by one operation."""
-
-FEW_POSITIONS = 4
-"""Up to so many positions, products over pairs of them are cheaper than per-example matrices."""
-
-
-def chunk_size(device: torch.device, numbers: int) -> int:
-    """How many examples are worked on at a time, where each takes so many numbers."""
-    return max(1, CHUNK.get(device.type, CHUNK["cuda"]) // max(1, numbers))
-
-
-def sum_of_squared_products(outputs: Tensor, inputs: Tensor) -> Tensor:
-    """Σ_b (Σ_t g aᵀ)² for outputs `[..., B, T, p]` and inputs `[..., B, T, q]`: `[..., p, q]`."""
-    positions = outputs.shape[-2]
-    if positions == 1:
-        # (g aᵀ)² = g² (a²)ᵀ: no per-example matrix is needed.
-        return products.matmul(outputs.squeeze(-2).square().mT, inputs.squeeze(-2).square())
-    if positions <= FEW_POSITIONS:
-        return _by_pairs(outputs, inputs)
-    if outputs.device.type == "cpu" and outputs.dim() == 3:
-        return _in_cache(outputs, inputs)
-    batch, features = inputs.shape[-3], inputs.shape[-1]
-    size = chunk_size(outputs.device, math.prod(inputs.shape[:-3]) * features * outputs.shape[-1])
-    multiply = torch.bmm if outputs.dim() == inputs.dim() == 3 else torch.matmul
-    if size >= batch:
-        return sum_of_squares(multiply(outputs.mT, inputs), -3)
-    total = outputs.new_zeros(())
-    for g, a in zip(outputs.split(size, dim=-3), inputs.split(size, dim=-3), strict=True):
-        total = total + sum_of_squares(multiply(g.mT, a), -3)
-    return total
-
-
-def _by_pairs(outputs: Tensor, inputs: Tensor) -> Tensor:
-    """Σ_b (Σ_t g a)² = Σ_{t ≤ t'} (1 or 2) (g_t g_t')(a_t a_t'): one product of matrices, for few positions."""
-    first, second, twice = _pairs(outputs.shape[-2], outputs)
-    g = outputs.index_select(-2, first) * outputs.index_select(-2, second) * twice
-    a = inputs.index_select(-2, first) * inputs.index_select(-2, second)
-    return products.matmul(g.flatten(start_dim=-3, end_dim=-2).mT, a.flatten(start_dim=-3, end_dim=-2))
-
-
-def _pairs(positions: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The positions t ≤ t' of each pair, and how often it counts, `[pairs, 1]`."""
-    key = (positions, like.dtype, like.device)
-    if (known := _PAIRS.get(key)) is not None:
-        return known
-    # What is made while a graph is recorded has no numbers yet: others must not find it.
-    recorded = capturing()
-    first, second = torch.triu_indices(positions, positions, device=like.device if recorded else "cpu")
-    twice = (1.0 + (first != second)).to(like.dtype).unsqueeze(-1)
-    pairs = first.to(like.device), second.to(like.device), twice.to(like.device)
-    return pairs if recorded else _PAIRS.setdefault(key, pairs)
-
-
-def scratch_buffer(count: int, dtype: torch.dtype) -> Tensor:
-    """Memory for so many numbers, the same at every call in a thread, so that it stays mapped; it is never given back.
-
-    Small places stay in the cache, too.
-    """
-    kept: dict[torch.dtype, Tensor] = _PLACES.__dict__.setdefault("kept", {})
-    if dtype not in kept or kept[dtype].numel() < count:
-        with torch.inference_mode(False):  # else it could not be written to outside
-            kept[dtype] = torch.empty(max(count, CACHE), dtype=dtype, device="cpu")
-    return kept[dtype][:count]
-
-
-def _in_cache(outputs: Tensor, inputs: Tensor) -> Tensor:
-    """On a CPU memory is the limit: a few per-example matrices at a time, always made in the same place, are squared.
-
-    Fresh memory for each of them would cost more than the products.
-    """
-    total = outputs.new_zeros(outputs.shape[-1], inputs.shape[-1])
-    rows = max(1, CACHE // max(1, inputs.shape[-1]))
-    for panel, g in zip(total.split(rows), outputs.split(rows, dim=-1), strict=True):
-        size = min(len(g), max(1, CACHE // max(1, panel.numel())))
-        place = scratch_buffer(size * panel.numel(), panel.dtype).view(size, *panel.shape)
-        for some, a in zip(g.split(size), inputs.split(size), strict=True):
-            matrices = torch.bmm(some.mT, a, out=place[: len(some)])
-            if size >= MANY:
-                panel.add_(sum_of_squares(matrices, 0))
-                continue
-            for matrix in matrices:
-                panel.addcmul_(matrix, matrix)
-    return total
-
-
-def add_squares_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total + Σ_b (L Rᵀ)² in place, `[m, n]`, by oneDNN, for factors `[B, m, T]` and `[B, n, T]` without gaps.
-
-    It is fastest with the larger factor on the left, and a right one that lies column by column.
-    """
-    multiply = products.onednn()
-    assert multiply is not None
-    for rows, columns in zip(left.unbind(), right.unbind(), strict=True):
-        matrix = multiply(rows, columns)
-        total.addcmul_(matrix, matrix)
-
-
-def sum_of_squares(tensor: Tensor, dim: int) -> Tensor:
-    """On a GPU by a norm, one pass over the tensor; on a CPU norms over a leading dimension are slow. Overwrites it."""
-    norm: Tensor = torch.linalg.vector_norm(tensor, dim=dim) if tensor.is_cuda else tensor.mul_(tensor).sum(dim=dim)
-    return norm.square() if tensor.is_cuda else norm
+from noisygrad.kernels.squared_products import sum_of_squared_products, sum_of_squares_in_basis
 
 
 class Pass(ABC):
@@ -239,6 +123,15 @@ class MatrixPass(Pass):
     def _squared_products(self) -> Tensor:
         """The part of the weights, `[..., out, in]`."""
         return sum_of_squared_products(self.gradients, self.activations)
+
+    def squares_in_basis(self, left: Tensor, right: Tensor) -> Tensor:
+        """Σ_b (Lᵀ G_b V)² for the per-example gradients G_b = Σ_t g_t a_tᵀ, `[..., out, in (+ 1)]`.
+
+        Args:
+            left: L, the basis of the outputs, `[..., out, out]`.
+            right: V, the basis of the inputs, `[..., in (+ 1), in (+ 1)]`; the last row is the constant's, if any.
+        """
+        return sum_of_squares_in_basis(self.gradients, self.activations, left, right, self.constant)
 
     @classmethod
     def joined(cls, passes: Sequence[MatrixPass]) -> Pass:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -12,23 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from noisygrad.kernels import squares
+from noisygrad.kernels.unfold import unfold
 
 
 def patches(module: Any, inputs: Tensor) -> Tensor:
     """The input patch under each output position, `[B, positions, channels · kernel]`, in the order of the weight."""
-    kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
-    inputs = _padded(module, inputs)
-    if len(kernel) == 2 and inputs.device.type == "cpu":  # on a GPU it would be one launch for each image
-        return F.unfold(inputs, kernel, dilation=dilation, stride=stride).mT
-    (batch, channels, *sizes), (next_image, next_channel, *next_pixel) = inputs.shape, inputs.stride()
-    axes = zip(sizes, kernel, stride, dilation, strict=True)
-    positions = [(size - gap * (taps - 1) - 1) // step + 1 for size, taps, step, gap in axes]
-    next_position = [pixel * step for pixel, step in zip(next_pixel, stride, strict=True)]
-    next_tap = [pixel * gap for pixel, gap in zip(next_pixel, dilation, strict=True)]
-    windows = inputs.as_strided(
-        (batch, *positions, channels, *kernel), (next_image, *next_position, next_channel, *next_tap)
-    )
-    return windows.reshape(batch, math.prod(positions), channels * math.prod(kernel))
+    return unfold(_padded(module, inputs), module.kernel_size, module.stride, module.dilation)
 
 
 def _padded(module: Any, inputs: Tensor) -> Tensor:

@@ -79,6 +79,11 @@ def times_lower(matrix: Tensor, lower: Tensor) -> Tensor:
     return triangles.times_lower(matrix, triangles.cut(lower, 8))
 
 
+def rows_times(rows: Tensor, right: Tensor) -> Tensor:
+    """X R for `[..., B, T, n]` and `[..., n, m]`, with B and T as the rows of one product."""
+    return matmul(rows.flatten(-3, -2), right).unflatten(-2, rows.shape[-3:-1])
+
+
 def between(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:
     """L X R for X `[samples..., ..., out, in]` with more dimensions than the factors have.
 

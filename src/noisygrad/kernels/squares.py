@@ -116,7 +116,7 @@ def _launcher() -> Callable[..., None]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """How the kernel is run on tensors of certain shapes and strides."""
 
     parts: int
@@ -138,7 +138,7 @@ def _plan(
     constant: bool,
     channels_last: bool,
     processors: int,
-) -> Plan | None:
+) -> LaunchPlan | None:
     (batch, outputs, lines, width), (_, channels, *image) = shape, image_shape
     (next_gradients, next_output, next_line, next_position), positions = strides, lines * width
     if width == 1:  # then that stride means nothing
@@ -154,7 +154,7 @@ def _plan(
     parts = -(-batch // each)
     next_one = (next_gradients, next_position, next_output)
     seen = (width, *image, window.kernel[1], *window.stride, *window.dilation, *window.before)
-    return Plan(
+    return LaunchPlan(
         parts,
         outputs * (channels * taps + constant),
         (*tiles, parts),

@@ -1,4 +1,4 @@
-"""The kernel behind `kernels.squared_products`; to be imported only where Triton is installed."""
+"""The kernel behind `kernels.squares`; to be imported only where Triton is installed."""
 
 from __future__ import annotations
 
@@ -117,6 +117,6 @@ def launch(
     *,
     exact: bool,
 ) -> None:
-    """Fill `sums`, `[parts, n]`, of a `kernels.Plan`."""
+    """Fill `sums`, `[parts, n]`, of a `kernels.squares.LaunchPlan`."""
     compiled: Any = _kernel
     compiled[grid](gradients, images, sums, *sizes, *constants, "ieee" if exact else "tf32")
