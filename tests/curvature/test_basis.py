@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from noisygrad.curvature.convolution import ConvolutionPass, PatchedPass
-from noisygrad.curvature.layers import Batch, find_layer, find_units
-from noisygrad.curvature.passes import MatrixPass
+from noisygrad.curvature.network import find_units
+from noisygrad.curvature.passes import Batch, MatrixPass
+from noisygrad.curvature.registry import find_layer
 from noisygrad.kernels import squared_products
 from noisygrad.networks import ReplicatedLinear
 

@@ -13,8 +13,9 @@ from noisygrad.curvature import convolution
 from noisygrad.curvature.capture import Capture
 from noisygrad.curvature.convolution import ConvolutionPass, PatchedPass
 from noisygrad.curvature.fisher import fisher_passes
-from noisygrad.curvature.layers import Batch, find_layer, find_units
-from noisygrad.curvature.passes import MatrixPass
+from noisygrad.curvature.network import find_units
+from noisygrad.curvature.passes import Batch, MatrixPass
+from noisygrad.curvature.registry import find_layer
 from noisygrad.curvature.windows import patches, two_axes
 from noisygrad.kernels import products, squared_products
 from noisygrad.kernels import squares as kernels

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from noisygrad.curvature.attention import recorded_forward
+from noisygrad.curvature.registry import find_layer
 from noisygrad.curvature.units import Unit
+from noisygrad.curvature.verification import needs_verification, verify_layer
 from noisygrad.kernels.switches import Switch
 
 
@@ -103,14 +104,18 @@ class Capture:
 
     def _recorded(self, module: nn.Module, units: Sequence[Unit], own: Any) -> Callable[..., Any]:
         """A method in place of the module's `forward`, or of what somebody else had put in its place."""
-        usual = module.forward
-        if isinstance(module, nn.MultiheadAttention):
-            recorded = recorded_forward(module, self._part_recorder(module, units))
+        usual, layer = module.forward, find_layer(module)
+        assert layer is not None
+        unverified = layer.forward is None and needs_verification(module, layer)
+        if layer.forward is not None:
+            recorded = layer.forward(module, self._part_recorder(module, units))
         else:
 
             def recorded(*args: Any, **kwargs: Any) -> Any:
                 output = usual(*args, **kwargs)
                 inputs = args[0] if args else next(iter(kwargs.values()))
+                if unverified and output.requires_grad:
+                    verify_layer(module, layer, units, usual, args, kwargs)
                 for unit in units:
                     output = self._record(unit, module, inputs, output)
                 return output

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from noisygrad.curvature.capture import Record
-from noisygrad.curvature.layers import Batch, find_layer, perhaps_summed
-from noisygrad.curvature.passes import Pass, SummedPass
+from noisygrad.curvature.layers import perhaps_summed
+from noisygrad.curvature.passes import Batch, Pass, SummedPass
+from noisygrad.curvature.registry import find_layer
 from noisygrad.curvature.summaries import Summarise, Summary, gradient_hooks, hookable, reaches
 from noisygrad.curvature.units import Unit
 from noisygrad.likelihoods import Likelihood

@@ -24,6 +24,48 @@ from noisygrad.kernels.moments import second_moment
 from noisygrad.kernels.squared_products import sum_of_squared_products, sum_of_squares_in_basis
 
 
+@dataclass(frozen=True)
+class Batch:
+    """How many examples a batch has, of how many, its first, statistics are taken, and in which precision."""
+
+    size: int
+    kept: int
+    dtype: torch.dtype
+
+    def first(self, tensor: Tensor, dim: int) -> Tensor:
+        """The part of the examples kept, in the statistics' precision; `dim` may be folded with positions after it."""
+        if self.kept < self.size:
+            tensor = tensor.narrow(dim, 0, self.kept * (tensor.shape[dim] // self.size))
+        return self.precise(tensor)
+
+    def precise(self, tensor: Tensor) -> Tensor:
+        """In the statistics' precision, unless it counts something."""
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+
+def arrange(tensor: Tensor, batch: Batch, unit: Unit) -> Tensor:
+    """`[*replicas, ..., features]` with the batch somewhere in front, as `[*replicas, kept, shared, features]`.
+
+    Dimension 0 is the batch, except inside a Transformer layer that says otherwise; where its size disagrees,
+    dimension 1 is tried, then a batch folded with positions into one dimension.
+    """
+    lead = len(unit.replicas)
+    sizes = tensor.shape[lead:-1]
+    if not sizes and batch.size == 1:
+        return batch.precise(tensor).reshape(*tensor.shape[:-1], 1, 1, tensor.shape[-1])
+    if len(sizes) > 1 and sizes[1] == batch.size and (unit.sequence_first or sizes[0] != batch.size):
+        return batch.first(tensor, lead + 1).transpose(lead, lead + 1).flatten(lead + 1, -2)
+    if sizes and sizes[0] == batch.size:
+        tensor = batch.first(tensor, lead)
+        return tensor.unsqueeze(-2) if len(sizes) == 1 else tensor.flatten(lead + 1, -2)
+    if sizes and batch.size and sizes[0] % batch.size == 0:
+        return batch.first(tensor, lead).reshape(*tensor.shape[:lead], batch.kept, -1, tensor.shape[-1])
+    raise ValueError(
+        f"layer {unit.name!r} saw a tensor of shape {tuple(tensor.shape)} while the loss has a batch of {batch.size}: "
+        "its per-example gradients are not defined. Give the layer inputs with the batch in front, or freeze it."
+    )
+
+
 class Pass(ABC):
     """One pass through one unit: its per-example gradients, in the order of the unit's weights."""
 

@@ -81,7 +81,8 @@ def times_lower(matrix: Tensor, lower: Tensor) -> Tensor:
 
 def rows_times(rows: Tensor, right: Tensor) -> Tensor:
     """X R for `[..., B, T, n]` and `[..., n, m]`, with B and T as the rows of one product."""
-    return matmul(rows.flatten(-3, -2), right).unflatten(-2, rows.shape[-3:-1])
+    product: Tensor = matmul(rows.flatten(-3, -2), right).unflatten(-2, rows.shape[-3:-1])
+    return product
 
 
 def between(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:

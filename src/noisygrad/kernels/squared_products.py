@@ -67,7 +67,7 @@ def sum_of_squares_in_basis(outputs: Tensor, inputs: Tensor, left: Tensor, right
     """
     positions, p, q = outputs.shape[-2], outputs.shape[-1], inputs.shape[-1]
     # Lᵀ(Σ g aᵀ)V = Σ (Lᵀg)(Vᵀa)ᵀ: vectors are turned, or the matrices, which are fewer if positions are many.
-    if positions == 1 or positions * (p * p + q * q) <= p * q * (p + q):
+    if positions * (p * p + q * q) <= p * q * (p + q):
         turned = rows_times(inputs, right[..., :q, :])
         if constant:
             turned += right[..., None, q:, :]

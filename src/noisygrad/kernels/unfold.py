@@ -14,7 +14,7 @@ from noisygrad.kernels.scratch import memory_bound
 def unfold(images: Tensor, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
     """The patch at each position of padded images `[B, channels, *sizes]`: `[B, positions, channels · kernel]`."""
     if len(kernel) == 2 and memory_bound(images):  # on a GPU it would be one launch for each image
-        return F.unfold(images, kernel, dilation=dilation, stride=stride).mT
+        return F.unfold(images, tuple(kernel), dilation=tuple(dilation), stride=tuple(stride)).mT
     (batch, channels, *sizes), (next_image, next_channel, *next_pixel) = images.shape, images.stride()
     axes = zip(sizes, kernel, stride, dilation, strict=True)
     positions = [(size - gap * (taps - 1) - 1) // step + 1 for size, taps, step, gap in axes]

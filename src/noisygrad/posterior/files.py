@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from noisygrad.archive import write_archive
-from noisygrad.likelihoods import by_name
+from noisygrad.likelihoods import check_saveable
 from noisygrad.posterior.blocks import Block
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ FORMAT = 1
 
 def save_posterior(posterior: Posterior, path: str | Path) -> None:
     """Write atomically: a reader sees the old file or the whole new one."""
-    by_name(type(posterior.likelihood).__name__)  # what could not be read back is not written
+    check_saveable(posterior.likelihood)  # what could not be read back is not written
     structure = posterior.structure
     tensors: dict[str, Tensor] = {"mean": posterior._mean.flat, "prior_mean": posterior.priors.mean}
     blocks = []

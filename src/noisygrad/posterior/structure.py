@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from noisygrad.curvature.layers import find_units
+from noisygrad.curvature.network import find_units
 from noisygrad.curvature.units import Slot, Unit
 from noisygrad.families.base import Statistics, has_constant_rows
 from noisygrad.posterior import parameters
