@@ -49,15 +49,15 @@ def verify_layer(
     """
     if capturing() or module in _VERIFIED:
         return
-    dim = len(units[0].replicas) + units[0].sequence_first
-    few = _first_examples(args, kwargs, dim)
+    few = _first_examples(args, kwargs, len(units[0].replicas) + units[0].sequence_first)
     try:
-        seen = _gradients(module, layer, units, forward, few, dim)
+        seen = _gradients(module, layer, units, forward, few or (args, kwargs), EXAMPLES if few else 1)
     except RuntimeError:
-        if few == (args, kwargs):
+        if few is None:
             raise
-        # A forward that wants the whole batch, or one whose batch is not in front.
-        seen = _gradients(module, layer, units, forward, (args, kwargs), dim)
+        # A forward that wants the whole batch, or a batch that is not in front. Gradients are summed over examples and
+        # positions alike, so all may count as one example.
+        seen = _gradients(module, layer, units, forward, (args, kwargs), 1)
     conclusive = True
     for name, (found, true, dtype) in seen.items():
         scale = true.norm()
@@ -79,14 +79,16 @@ def verify_layer(
 
 def _first_examples(
     args: Sequence[Any], kwargs: Mapping[str, Any], dim: int
-) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """The arguments with a few examples, if one of them is a tensor; the batch of several is not known."""
+) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
+    """The arguments with a few examples only; None where that is not known to be possible."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if len(tensors) != 1 or tensors[0].dim() < dim + 1 + tensors[0].is_floating_point():
-        return args, kwargs
+        return None
+    if tensors[0].shape[dim] < EXAMPLES:
+        return None
 
     def cut(value: Any) -> Any:
-        return value.narrow(dim, 0, min(EXAMPLES, value.shape[dim])) if isinstance(value, Tensor) else value
+        return value.narrow(dim, 0, EXAMPLES) if isinstance(value, Tensor) else value
 
     return [cut(value) for value in args], {name: cut(value) for name, value in kwargs.items()}
 
@@ -97,7 +99,7 @@ def _gradients(
     units: Sequence[Unit],
     forward: Callable[..., Any],
     call: tuple[Sequence[Any], Mapping[str, Any]],
-    dim: int,
+    size: int,
 ) -> dict[str, tuple[Tensor, Tensor, torch.dtype]]:
     """For each parameter of the units the layer's gradient, autograd's, and the coarsest type that they are made in."""
     args, kwargs = [_copied(value) for value in call[0]], {name: _copied(value) for name, value in call[1].items()}
@@ -111,7 +113,6 @@ def _gradients(
         found = torch.autograd.grad(output, list(parameters.values()), gradient, allow_unused=True)
     true = dict(zip(parameters, found, strict=True))
     dtype = torch.promote_types(output.dtype, torch.float32)
-    size = inputs.shape[dim] if inputs.dim() > dim else 1
     seen = {}
     for unit in units:
         plain = replace(unit, slots=tuple(replace(slot, memory_layout=None) for slot in unit.slots))
