@@ -12,7 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import noisygrad as ng
-from noisygrad.curvature import ElementwisePass, Layer, MatrixPass, Slot, Unit, arrange, matrix_units, observe_linear
+from noisygrad.curvature import (
+    Layer,
+    Unit,
+    matrix_units,
+    observe_linear,
+    verification,
+)
 from noisygrad.curvature.capture import Capture
 from noisygrad.curvature.network import find_units
 from noisygrad.curvature.registry import REGISTRY, find_layer
@@ -255,10 +261,10 @@ class Whole(nn.Linear):
 
 
 class Chosen(nn.Linear):
-    """Has a mask beside its input, which fits the whole batch only."""
+    """Has more arguments than its input, some of which have a batch."""
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return super().forward(x) + mask * 1.0
+    def forward(self, x: Tensor, factor: float, shift: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(x) + mask * factor + shift
 
 
 def test_layers_that_need_the_whole_batch_get_it() -> None:
@@ -273,7 +279,7 @@ def test_layers_that_need_the_whole_batch_get_it() -> None:
             self.layer = Chosen(3, 2)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x, mask=torch.ones(8, 1))
+            return self.layer(x, 1.0, torch.ones(2), mask=torch.ones(8, 1))
 
     assert trained(Model(), x).factors.statistics
 
@@ -305,18 +311,26 @@ def test_examples_without_a_batch_and_other_orders() -> None:
     assert trained(Text(), torch.randn(5, 3, 4)).factors.statistics
 
 
-def test_half_precision_has_its_tolerance() -> None:
+def test_narrow_types_have_their_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "TOLERANCES", {torch.float32: 1e-9})
     ng.register_layer(Own, like=nn.Linear)
-    model = nn.Sequential(Own(3, 4), nn.ReLU(), Own(4, 2))
-    x = torch.randn(6, 3)
-    optimizer = ng.NoisyKFAC(model, gaussian(), num_data=20, stats_every=1, seed=0)
-
-    def closure() -> tuple[Tensor, Tensor]:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return model(x), torch.zeros(6, 2)
-
-    optimizer.step(closure)
+    model, x = nn.Sequential(Own(3, 4)), torch.randn(6, 3)
+    with Capture(find_units(model)[1]), torch.autocast("cpu", dtype=torch.bfloat16):
+        model(x)
     assert model[0].sizes == [6, 2]
+    model = copy.deepcopy(model).bfloat16()
+    with Capture(find_units(model)[1]):
+        model(x.bfloat16())
+    assert model[0].sizes == [6, 2, 6, 2]
+    with Capture(find_units(model.float())[1]):
+        model(x)
+    assert model[0].sizes == [6, 2, 6, 2, 6]
+
+
+def test_a_factor_that_is_1_where_it_starts_is_found() -> None:
+    model = wrong("another parameter")
+    with Capture(find_units(model)[1]), pytest.raises(ValueError, match=r"'1\.weight'"):
+        model(torch.randn(5, 3))
 
 
 def test_without_registration_there_is_no_structure_and_with_it_there_is() -> None:
@@ -333,86 +347,6 @@ def test_without_registration_there_is_no_structure_and_with_it_there_is() -> No
             return 2.0 * super().forward(x)
 
     assert find_layer(Below(3, 4)) is None
-
-
-# A whole layer: as in GPT-2 the weight is [in, out], so its bias is no column of the matrix.
-
-
-class Turned(nn.Module):
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs)), nn.Parameter(torch.randn(outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
-
-
-def turned_units(name: str, module: Turned, trainable: frozenset[str]) -> list[Unit]:
-    inputs, outputs = module.weight.shape
-    weight, bias = Slot(f"{name}.weight", 0, outputs), Slot(f"{name}.bias", 0, 1)
-    return [
-        Unit(f"{name}.weight", "matrix", inputs, outputs, (weight,), "Turned"),
-        Unit(f"{name}.bias", "elementwise", outputs, 1, (bias,), "Turned"),
-    ]
-
-
-def observe_turned(unit: Unit, module: Turned, inputs: Tensor, gradient: Tensor, batch: ng.curvature.Batch):
-    a, g = arrange(inputs, batch, unit), arrange(gradient, batch, unit)
-    if unit.kind == "matrix":
-        return MatrixPass(g, a, constant=False)
-    return ElementwisePass(g, g, scale=False, shift=True)
-
-
-@pytest.mark.parametrize("family", ["diagonal", "kronecker"])
-def test_a_layer_of_another_shape(family: str) -> None:
-    ng.register_layer(Turned, Layer(turned_units, observe_turned))
-    own = nn.Sequential(Turned(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    usual = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    usual.load_state_dict(own.state_dict() | {"0.weight": own[0].weight.detach().mT})
-    x = normal(5, 2, 3)
-    found, expected = (measured_fisher(model, gaussian(), x, family).diagonal() for model in (own, usual))
-    if family == "diagonal":
-        close(found[:12].view(3, 4).mT.flatten(), expected[:12])
-        close(found[12:], expected[12:])
-    else:
-        close(found[:12].view(3, 4).mT.flatten(), expected[:12])
-
-
-def no_units(name, module, trainable):
-    return turned_units("elsewhere", module, trainable)
-
-
-def few_columns(name, module, trainable):
-    return [Unit(f"{name}.weight", "matrix", 3, 4, (Slot(f"{name}.weight", 0, 3),), "Turned")]
-
-
-def wrong_shape(name, module, trainable):
-    return [Unit(f"{name}.weight", "matrix", 4, 4, (Slot(f"{name}.weight", 0, 4),), "Turned")]
-
-
-def too_few(unit, module, inputs, gradient, batch):
-    return MatrixPass(arrange(gradient, batch, unit)[..., 1:], arrange(inputs, batch, unit), constant=False)
-
-
-def swapped(unit, module, inputs, gradient, batch):
-    seen = observe_turned(unit, module, inputs, gradient, batch)
-    return MatrixPass(seen.activations, 2 * seen.gradients, False) if unit.kind == "matrix" else seen
-
-
-@pytest.mark.parametrize(
-    ("units", "observe", "message"),
-    [
-        (no_units, observe_turned, r"'elsewhere\.weight', which is not a trainable.*0\.weight, 0\.bias"),
-        (few_columns, observe_turned, r"columns 0 to 4.*got 0\.weight \[0, 3\)"),
-        (wrong_shape, observe_turned, r"'0\.weight' has 4 × 4 numbers.*\(3, 4\)"),
-        (turned_units, too_few, r"9 numbers, but `units` says that there are 12"),
-        (turned_units, swapped, r"'0\.weight'.*correct `units` or `observe`"),
-    ],
-)
-def test_a_layer_that_is_wrong_says_where(units, observe, message) -> None:
-    ng.register_layer(Turned, Layer(units, observe))
-    with pytest.raises(ValueError, match=message):
-        trained(nn.Sequential(Turned(3, 4)), torch.randn(5, 3))
 
 
 def linear_like_units(name: str, module: nn.Module, trainable: frozenset[str]) -> list[Unit]:

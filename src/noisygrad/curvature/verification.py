@@ -20,8 +20,9 @@ EXAMPLES = 2
 """How many examples of a batch are looked at."""
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
-"""Relative errors that rounding may explain, TF32 included; that of narrower types is `COARSE`."""
-COARSE = 0.1
+"""Relative errors that rounding may explain, TF32 included."""
+COARSE_TOLERANCE = 0.1
+"""The same where some of it is computed in a narrower type."""
 
 _VERIFIED: WeakSet[nn.Module] = WeakSet()
 
@@ -49,7 +50,7 @@ def verify_layer(
     """
     if capturing() or module in _VERIFIED:
         return
-    few = _first_examples(args, kwargs, len(units[0].replicas) + units[0].sequence_first)
+    few = _first_examples(args, kwargs, len(units[0].replicas))
     try:
         seen = _gradients(module, layer, units, forward, few or (args, kwargs), EXAMPLES if few else 1)
     except RuntimeError:
@@ -59,13 +60,13 @@ def verify_layer(
         # positions alike, so all may count as one example.
         seen = _gradients(module, layer, units, forward, (args, kwargs), 1)
     conclusive = True
-    for name, (found, true, dtype) in seen.items():
+    for name, (found, true, tolerance) in seen.items():
         scale = true.norm()
         if not bool(found.isfinite().all() & true.isfinite().all()) or not bool(scale + found.norm()):
             conclusive = False  # of an input that is 0 everywhere, or not finite, nothing can be told
             continue
         error = float((found - true).norm() / torch.maximum(scale, found.norm()))
-        if error > TOLERANCES.get(dtype, COARSE):
+        if error > tolerance:
             raise ValueError(
                 f"layer {units[0].name!r} ({type(module).__name__}): the gradient of {name!r} by its registered layer "
                 f"differs from autograd's, by {error:.1%} of its norm. If it was registered with like=, its forward "
@@ -80,15 +81,14 @@ def verify_layer(
 def _first_examples(
     args: Sequence[Any], kwargs: Mapping[str, Any], dim: int
 ) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
-    """The arguments with a few examples only; None where that is not known to be possible."""
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    if len(tensors) != 1 or tensors[0].dim() < dim + 1 + tensors[0].is_floating_point():
-        return None
-    if tensors[0].shape[dim] < EXAMPLES:
+    """The arguments with a few examples only; None for an input without a batch."""
+    inputs = args[0] if args else next(iter(kwargs.values()))
+    if inputs.dim() < dim + 1 + inputs.is_floating_point():
         return None
 
     def cut(value: Any) -> Any:
-        return value.narrow(dim, 0, EXAMPLES) if isinstance(value, Tensor) else value
+        alike = isinstance(value, Tensor) and value.shape[dim : dim + 1] == inputs.shape[dim : dim + 1]
+        return value.narrow(dim, 0, EXAMPLES) if alike else value
 
     return [cut(value) for value in args], {name: cut(value) for name, value in kwargs.items()}
 
@@ -100,8 +100,8 @@ def _gradients(
     forward: Callable[..., Any],
     call: tuple[Sequence[Any], Mapping[str, Any]],
     size: int,
-) -> dict[str, tuple[Tensor, Tensor, torch.dtype]]:
-    """For each parameter of the units the layer's gradient, autograd's, and the coarsest type that they are made in."""
+) -> dict[str, tuple[Tensor, Tensor, float]]:
+    """For each parameter of the units the layer's gradient, autograd's, and by how much they may differ."""
     args, kwargs = [_copied(value) for value in call[0]], {name: _copied(value) for name, value in call[1].items()}
     inputs = args[0] if args else next(iter(kwargs.values()))
     device = inputs.device
@@ -110,8 +110,11 @@ def _gradients(
     with torch.enable_grad(), torch.random.fork_rng(forked), _copies(module, generator) as parameters:
         output = forward(*args, **kwargs)
         gradient = torch.randn(output.shape, generator=generator).to(output)
-        found = torch.autograd.grad(output, list(parameters.values()), gradient, allow_unused=True)
+        found = torch.autograd.grad(output, list(parameters.values()), gradient, materialize_grads=True)
     true = dict(zip(parameters, found, strict=True))
+    types = {tensor.dtype for tensor in (inputs, output, *parameters.values()) if tensor.is_floating_point()}
+    narrow = torch.is_autocast_enabled(device.type) or not types <= TOLERANCES.keys()
+    tolerance = COARSE_TOLERANCE if narrow else max(TOLERANCES[kind] for kind in types)
     dtype = torch.promote_types(output.dtype, torch.float32)
     seen = {}
     for unit in units:
@@ -127,10 +130,8 @@ def _gradients(
         shapes = {name: parameters[local].shape for name, local in own.items()}
         for slot, part in plain.views(rows.sum(dim=-2), shapes):
             local = own[slot.parameter]
-            by_autograd = torch.zeros_like(parameters[local]) if true[local] is None else true[local]
-            assert by_autograd is not None
-            coarsest = min(output.dtype, by_autograd.dtype, key=lambda kind: kind.itemsize)
-            seen[slot.parameter] = part, slot.of(by_autograd, len(unit.replicas)).to(part), coarsest
+            by_autograd = true[local]
+            seen[slot.parameter] = part, slot.of(by_autograd, len(unit.replicas)).to(part), tolerance
     return seen
 
 
@@ -151,11 +152,10 @@ def _copies(module: nn.Module, generator: torch.Generator) -> Iterator[dict[str,
     for prefix, part in module.named_modules():
         kept.append((part, dict(part._parameters), dict(part._buffers)))
         for name, parameter in part._parameters.items():
-            if parameter is not None:
+            if parameter is not None and parameter.is_floating_point():
                 factors = torch.rand(parameter.shape, generator=generator).to(parameter).add_(0.5)
-                copy = nn.Parameter(parameter.detach() * factors, requires_grad=parameter.is_floating_point())
-                part._parameters[name] = copy
-                made[f"{prefix}.{name}" if prefix else name] = copy
+                copied = part._parameters[name] = nn.Parameter(parameter.detach() * factors)
+                made[f"{prefix}.{name}" if prefix else name] = copied
         for name, buffer in part._buffers.items():
             part._buffers[name] = None if buffer is None else buffer.detach().clone()
     try:
