@@ -20,7 +20,8 @@ def register_likelihood(kind: Kind) -> Kind:
     register the same class first.
 
     Raises:
-        TypeError: `kind` is no subclass of `Likelihood`, or leaves out a method that every likelihood has.
+        TypeError: `kind` is no subclass of `Likelihood`, leaves out a method that every likelihood has, or has
+            constructor arguments without a `config()`.
         ValueError: another likelihood has that name.
     """
     if not (isinstance(kind, type) and issubclass(kind, Likelihood)):
@@ -31,6 +32,11 @@ def register_likelihood(kind: Kind) -> Kind:
     if inspect.isabstract(kind):
         missing = ", ".join(sorted(kind.__abstractmethods__))
         raise TypeError(f"register_likelihood: {name} has no {missing}. Define what is missing in the class.")
+    if kind.config is Likelihood.config and (arguments := _constructor_arguments(kind)):
+        raise TypeError(
+            f"register_likelihood: {name} takes {', '.join(arguments)}, which its config() leaves out, so a file "
+            "would lose them. Define config() to return the constructor's arguments as a dict of numbers or strings"
+        )
     if name in _BY_NAME and not _defined_again(kind, _BY_NAME[name]):
         raise ValueError(
             f"register_likelihood: a likelihood called {name!r} is registered already, and a file names it by that. "
@@ -74,6 +80,11 @@ def check_saveable(likelihood: Likelihood) -> None:
         ) from error
     if json.loads(json.dumps(again)) != stored:
         raise ValueError(f"{name}: config() gives {config!r}, but after from_config it gives {again!r}. {advice}")
+
+
+def _constructor_arguments(kind: type[Likelihood]) -> list[str]:
+    parameters = list(inspect.signature(kind).parameters.values())
+    return [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
 
 
 def _defined_again(kind: type, before: type) -> bool:
