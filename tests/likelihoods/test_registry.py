@@ -37,10 +37,10 @@ class LogNormal(ng.Likelihood):
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         z = (target.log() - output) / self.width
-        return self._sum_event(-0.5 * z.square() - target.log() - math.log(self.width * math.sqrt(2 * math.pi)))
+        return self.sum_event(-0.5 * z.square() - target.log() - math.log(self.width * math.sqrt(2 * math.pi)))
 
     def sample(self, output: Tensor, generators: Sequence[torch.Generator] | None = None) -> Tensor:
-        noise = self._per_replica(output, lambda part, g: part.new_empty(part.shape).normal_(generator=g), generators)
+        noise = self.per_replica(output, lambda part, g: part.new_empty(part.shape).normal_(generator=g), generators)
         return (output + self.width * noise).exp()
 
     def output_fisher_factor(self, output: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Multi-head attention, whose projections run inside one function and not as layers.
+"""Multi-head attention, whose projections are computed inside one function and not by layers.
 
-While statistics are taken, the module's forward is replaced by one that computes the same thing in three parts: the
+While statistics are taken, the module's forward is replaced by one that computes the same in three parts: the
 input projections (recorded), torch's own attention with identity projections, the output projection (recorded). Masks,
 dropout, `add_zero_attn` and the attention weights are thus torch's own.
 """
@@ -125,7 +125,7 @@ def _project(module: nn.MultiheadAttention, index: int, x: Tensor, record: Recor
 
 
 def _as_float(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """Boolean masks as −inf, as torch's own forward hands them on, so that both masks are of one kind."""
+    """Boolean masks as −inf, as in torch's own forward, so that both masks have one type."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, float("-inf"))

@@ -94,7 +94,7 @@ def _observe_conv(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, bat
         activations, gradient = (t.unflatten(0, (examples, -1)).flatten(1, 2) for t in (activations, gradient))
     if groups == 1:
         return MatrixPass(activations, gradient, unit.constant)
-    # The channels of a group are consecutive in both, so a group is a leading dimension.
+    # The channels of a group are adjacent in both, so groups become a leading dimension.
     activations, gradient = (t.unflatten(-1, (groups, -1)).movedim(-2, 0) for t in (activations, gradient))
     return MatrixPass(activations, gradient, unit.constant, grouped=True)
 
@@ -131,7 +131,7 @@ def _observe_embedding(unit: Unit, module: nn.Embedding, inputs: Tensor, gradien
 
 
 def unbatched(module: nn.Module, inputs: Tensor, batch: int) -> bool:
-    """Whether this is a table of positions, looked up once for all examples, whose gradients come summed over them."""
+    """Whether this is a table of positions, looked up once for all examples: its gradients are summed over examples."""
     return perhaps_summed(module, inputs) and batch not in (inputs.shape[0], inputs.shape[-1])
 
 
@@ -149,7 +149,7 @@ def _norm_units(name: str, module: nn.Module, trainable: frozenset[str]) -> list
         return []
     prefix = f"{name}." if name else ""
     size = getattr(module, held[0]).numel()
-    # The prior of a scale is centred on 1, where the layer starts.
+    # The prior of a scale is centred on 1, its initial value.
     slots = tuple(
         Slot(f"{prefix}{part}", column, column + 1, centre=float(part == "weight")) for column, part in enumerate(held)
     )
@@ -171,7 +171,7 @@ def _observe_features_last(unit: Unit, module: Any, inputs: Tensor, gradient: Te
 
 
 def _running(module: Any, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-    """Running statistics, where there are any, in the statistics' precision."""
+    """Running statistics, if there are any, in the statistics' type."""
     mean, variance = module.running_mean, module.running_var
     return (None, None) if mean is None else (batch.precise(mean), batch.precise(variance))
 

@@ -1,4 +1,4 @@
-"""The units of a whole network: every trainable parameter in exactly one, and what the library knows of it."""
+"""The units of a whole network: every trainable parameter is in exactly one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from noisygrad.curvature.units import Slot, Unit
 
 
 def find_units(model: nn.Module) -> tuple[list[Unit], dict[nn.Module, list[Unit]]]:
-    """Every trainable parameter in exactly one unit, in the order of the modules; and the units of each layer.
+    """All units, in the order of the modules, and the units of each layer; a parameter is in exactly one.
 
     A parameter that several layers share, or that no registered layer owns, becomes a unit of its own without
     structure, with a note that says why.
@@ -33,7 +33,7 @@ def find_units(model: nn.Module) -> tuple[list[Unit], dict[nn.Module, list[Unit]
     units: list[Unit] = []
     layers: dict[nn.Module, list[Unit]] = {}
     covered: set[int] = set()
-    inside: str | None = None  # the parts of a registered layer (attention's out_proj) are that layer's business
+    inside: str | None = None  # a registered layer holds its own parts, too (attention's out_proj)
     for module_name, module in model.named_modules():
         layer = None if inside is not None and module_name.startswith(inside) else find_layer(module)
         if layer is not None:

@@ -1,9 +1,9 @@
-"""What one pass through a layer says about its per-example gradients.
+"""One pass through a layer: its per-example gradients, their moments and squares.
 
-Every layer reaches the core in one layout, `[..., batch, shared, features]`: `shared` are the positions of a
+All layers have one layout, `[..., batch, shared, features]`: `shared` are the positions of a
 convolution or a sequence, or the several calls of one layer in a forward pass; `...` are replicas, then groups. A pass
 answers two questions, row by row of its unit's weights: the per-example gradients (`rows`) and the sums of their
-squares (`square_sums`). The gradients are those of the *summed* loss, so that no batch size hides in them.
+squares (`square_sums`). The gradients are of the *summed* loss, so they are not divided by a batch size.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from noisygrad.kernels.squared_products import sum_of_squared_products, sum_of_s
 
 @dataclass(frozen=True)
 class Batch:
-    """How many examples a batch has, of how many, its first, statistics are taken, and in which precision."""
+    """The batch of a loss: how many examples it has, how many of the first are kept for statistics, in which type."""
 
     size: int
     kept: int
     dtype: torch.dtype
 
     def first(self, tensor: Tensor, dim: int) -> Tensor:
-        """The part of the examples kept, in the statistics' precision; `dim` may be folded with positions after it."""
+        """The kept examples, in the statistics' type; `dim` may be the batch folded with positions after it."""
         if self.kept < self.size:
             tensor = tensor.narrow(dim, 0, self.kept * (tensor.shape[dim] // self.size))
         return self.precise(tensor)
 
     def precise(self, tensor: Tensor) -> Tensor:
-        """In the statistics' precision, unless it counts something."""
+        """The tensor in the statistics' type, if it is floating point."""
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
 
@@ -76,14 +76,14 @@ class Pass(ABC):
     @property
     @abstractmethod
     def examples(self) -> int:
-        """How many there are."""
+        """How many examples it has."""
 
     def square_sums(self) -> list[Tensor]:
         """The sum over the batch of their squares, in pieces `[*replicas, ...]` that make up `[*replicas, n]`."""
         return [self.rows().square().sum(dim=-2)]
 
     def layout_squares(self, unit: Unit) -> list[Tensor]:
-        """The same pieces as the numbers of this pass's unit lie."""
+        """The pieces of `square_sums` in the unit's own order of memory."""
         sums = self.square_sums()
         return [unit.to_memory(joined(sums))] if unit.has_custom_layout else sums
 
@@ -92,16 +92,16 @@ class Pass(ABC):
         return joined(self.square_sums()) / self.examples
 
     def carried(self) -> dict[str, Tensor]:
-        """What it was made from, under `inputs` and `gradients`: where a number that is not finite can come from.
+        """The `inputs` and `gradients` it was made from: where a number that is not finite can come from.
 
-        Nothing, where its place in the forward pass is not known.
+        Empty where the place in the forward pass is not known.
         """
         return {}
 
     @classmethod
     @abstractmethod
     def joined(cls, passes: Sequence[Self]) -> Pass:
-        """Several calls of one layer as one pass: their gradients add up within an example."""
+        """One pass for several calls of one layer, whose gradients add up within an example."""
 
 
 @dataclass
@@ -109,7 +109,7 @@ class MatrixPass(Pass):
     """A layer whose output is W a (+ b): activations `[..., B, T, in]`, output gradients `[..., B, T, out]`.
 
     `grouped` says that the last of the leading dimensions counts the groups of a convolution; `constant` that the
-    matrix is [W | b], its last column fed by a constant 1 which the activations leave out.
+    matrix is [W | b], whose last column multiplies a constant 1 that the activations leave out.
     """
 
     activations: Tensor
@@ -146,7 +146,7 @@ class MatrixPass(Pass):
         return second_moment(self.gradients, self.gradients, False, False) * self.gradients.shape[-2]
 
     def moments(self) -> kronecker.Statistics | packed.Statistics:
-        """A and S of a Kronecker block, as they are kept."""
+        """A and S of a Kronecker block, in the form in which they are stored."""
         return packed.statistics(kronecker.Statistics(self.input_moment(), self.output_moment()))
 
     def square_sums(self) -> list[Tensor]:
@@ -156,14 +156,14 @@ class MatrixPass(Pass):
         return self._pieces(self._squared_products(), bias)
 
     def _by_kernel(self) -> Tensor | None:
-        """All pieces as one, if there is a kernel for it."""
+        """All pieces as one tensor, by a GPU kernel, if there is one for this pass."""
         g = self.gradients
         if g.dim() != 3 or not squares.applies(g, g.shape[1]):
             return None
         return squares.of_sequences(g, self.activations, self.constant)
 
     def _squared_products(self) -> Tensor:
-        """The part of the weights, `[..., out, in]`."""
+        """The sums of squares of the weights without the constant, `[..., out, in]`."""
         return sum_of_squared_products(self.gradients, self.activations)
 
     def squares_in_basis(self, left: Tensor, right: Tensor) -> Tensor:
@@ -247,8 +247,8 @@ class EmbeddingPass(Pass):
         return (example * self.entries + self.indices).flatten()
 
     def square_sums(self) -> list[Tensor]:
-        # An entry that occurs twice in an example has the *sum* of both gradients, squared. Equal keys are brought
-        # together by sorting, so that no [batch, entries, features] table is made and nothing waits for the device.
+        # An entry that occurs twice in an example has the square of the *sum* of both gradients. Sorting makes equal
+        # keys adjacent, so that no [batch, entries, features] table is made and nothing waits for the device.
         features = self.gradients.shape[-1]
         keys, order = self._keys().sort()
         segment = torch.cat([keys.new_zeros(1), (keys.diff() != 0).cumsum(0)])
@@ -269,9 +269,9 @@ class EmbeddingPass(Pass):
 
 @dataclass
 class SummedPass(Pass):
-    """A parameter of unknown use: only the gradient summed over the batch, each example's with a random sign.
+    """A parameter whose use is unknown: only the gradient summed over the batch, each example's with a random sign.
 
-    Signs make the square of the sum an unbiased estimate of the sum of squares, because cross terms average out.
+    With signs the square of the sum is an unbiased estimate of the sum of squares, because cross terms average out.
     """
 
     gradient: Tensor

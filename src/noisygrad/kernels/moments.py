@@ -10,11 +10,11 @@ from noisygrad.kernels import products, triangles
 from noisygrad.kernels.products import matmul
 
 LARGE = 512
-"""From this size on it pays to leave out the half of a symmetric or triangular matrix that is known."""
+"""From this size on it is faster to leave out the known half of a symmetric or triangular matrix."""
 
 
 def gram(rows: Tensor) -> Tensor:
-    """XᵀX of `[..., rows, n]`; on a CPU only the blocks from the diagonal on are multiplied, and then mirrored."""
+    """XᵀX of `[..., rows, n]`; on a CPU only the blocks on and right of the diagonal are multiplied, then mirrored."""
     size = rows.shape[-1]
     if rows.is_cuda or size < LARGE:
         return rows.mT @ rows
@@ -29,7 +29,8 @@ def gram(rows: Tensor) -> Tensor:
 def second_moment(left: Tensor, right: Tensor, left_constant: bool, right_constant: bool) -> Tensor:
     """The mean of left rightᵀ over examples and positions, for `[..., B, T, p]` and `[..., B, T, q]`.
 
-    A constant of 1 is appended to either side where asked, as a border of means: the (large) inputs are not copied.
+    With `left_constant` or `right_constant` that side is followed by a 1, as a border of means: the inputs, which are
+    large, are not copied.
 
     Returns:
         `[..., p + left_constant, q + right_constant]`.
@@ -58,7 +59,7 @@ def with_border(moment: Tensor, row: Tensor | None, column: Tensor | None) -> Te
 
 
 def column_sums(rows: Tensor) -> Tensor:
-    """The sum of `[..., rows, n]` over its rows; on a GPU a product, several times faster than a reduction."""
+    """The sum of `[..., rows, n]` over its rows; on a GPU by a product, several times faster than a reduction."""
     if not rows.is_cuda:
         return rows.sum(-2)
     # 1 is exact in every number format, 1/n is not.
@@ -66,16 +67,16 @@ def column_sums(rows: Tensor) -> Tensor:
 
 
 def wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """L R; for many small matrices a CPU is several times faster where the product is wide, so a tall one is turned."""
+    """L R; a tall product of many small matrices is transposed, since a CPU is several times faster on wide ones."""
     if left.is_cuda or left.dim() < 3 or left.shape[-2] <= right.shape[-1]:
         return matmul(left, right)
     return (right.mT @ left.mT).mT
 
 
 def times_lower(matrix: Tensor, lower: Tensor) -> Tensor:
-    """X L for a lower triangular L; on a CPU without most of the products with its zeros, which are half of them."""
+    """X L for a lower triangular L; on a CPU without most of the multiplications by its zeros."""
     if lower.is_cuda or lower.shape[-1] < LARGE or products.use_onednn(matrix, lower):
-        return matmul(matrix, lower)  # oneDNN is faster with all of them than with what is cut out of a matrix
+        return matmul(matrix, lower)  # oneDNN is faster with the whole matrix than with pieces of it
     return triangles.times_lower(matrix, triangles.cut(lower, 8))
 
 
@@ -88,7 +89,7 @@ def rows_times(rows: Tensor, right: Tensor) -> Tensor:
 def between(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:
     """L X R for X `[samples..., ..., out, in]` with more dimensions than the factors have.
 
-    The samples are laid side by side, so that each factor takes part in one product and is not copied for each of them.
+    The samples are placed side by side, so that each factor is in one product and is not copied for each sample.
     """
     extra = matrix.dim() - left.dim()
     if extra <= 0:
@@ -97,5 +98,5 @@ def between(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:
     count, rows = stacked.shape[-3:-1]
     times_right = wide_product(stacked.flatten(-3, -2), right).unflatten(-2, (count, rows))
     product = matmul(left, times_right.movedim(-3, -2).flatten(-2))
-    apart: Tensor = product.unflatten(-1, (count, -1)).movedim(-2, 0).unflatten(0, matrix.shape[:extra])
-    return apart
+    separate: Tensor = product.unflatten(-1, (count, -1)).movedim(-2, 0).unflatten(0, matrix.shape[:extra])
+    return separate

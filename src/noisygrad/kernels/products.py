@@ -1,8 +1,8 @@
-"""Products of large float32 matrices on a CPU by oneDNN, where that is faster than what `@` takes.
+"""Products of large float32 matrices on a CPU by oneDNN, where that is faster than `@`.
 
-`@` takes MKL, which most likely leaves AVX-512 unused on processors that are not Intel's; oneDNN, which does torch's
-convolutions, uses it. On two cores of a Zen 5, 256×2305 times 2305×2305 takes 5.5 ms in place of 13.9. Torch does not
-tell whose a processor is, so all that have AVX-512 take oneDNN; on Intel's it was not timed.
+`@` uses MKL, which most likely leaves AVX-512 unused on processors that are not Intel's; oneDNN, with which torch
+computes convolutions, uses it. On two cores of a Zen 5, 256×2305 times 2305×2305 takes 5.5 ms instead of 13.9. Torch
+does not report the maker of a processor, so oneDNN is used on all that have AVX-512; it was not timed on Intel's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 LARGE = 1 << 21
-"""From so many multiplications on a call of oneDNN, 11 µs, is worth it."""
+"""From this many multiplications on, a call of oneDNN (11 µs) is worth its cost."""
 
 
 def has_onednn() -> bool:
@@ -42,11 +42,11 @@ def use_onednn(left: Tensor, right: Tensor) -> bool:
 
 
 def use_onednn_at(rows: int, inner: int, columns: int, *factors: Tensor) -> bool:
-    """The same of a product of this size, whose factors are like these."""
+    """Whether oneDNN is faster for a product of this size with factors like these."""
     return (
         rows * inner * columns >= LARGE
         and all(factor.dtype == torch.float32 and factor.device.type == "cpu" for factor in factors)
-        and not torch.is_grad_enabled()  # it knows no derivatives of any kind
+        and not torch.is_grad_enabled()  # it has no derivatives
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
         and has_onednn()
@@ -60,7 +60,7 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
         return left @ right
     multiply = onednn()
     assert multiply is not None
-    # Columns with gaps between them would be multiplied one number at a time, hundreds of times slower.
+    # Columns with gaps would be multiplied one number at a time, hundreds of times slower.
     columns = right.mT if _is_dense(right) else right.mT.contiguous()
     return multiply(left.contiguous(), columns)
 
