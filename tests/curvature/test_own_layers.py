@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import noisygrad as ng
 from noisygrad.curvature import Batch, ElementwisePass, Layer, MatrixPass, Pass, Slot, Unit, arrange
@@ -93,6 +94,26 @@ def too_few(unit, module, inputs, gradient, batch):
     return MatrixPass(arrange(gradient, batch, unit)[..., 1:], arrange(inputs, batch, unit), constant=False)
 
 
+def all_in_one(unit, module, inputs, gradient, batch):
+    seen = observe_turned(unit, module, inputs, gradient, batch)
+    if unit.kind != "matrix":
+        return seen
+    return MatrixPass(seen.activations.transpose(0, 1), seen.gradients.transpose(0, 1), constant=False)
+
+
+def summed(unit, module, inputs, gradient, batch):
+    """The sum over examples, which is right."""
+    seen = observe_turned(unit, module, inputs, gradient, batch)
+    if unit.kind != "matrix":
+        return seen
+    return MatrixPass(seen.activations.flatten(0, 1)[None], seen.gradients.flatten(0, 1)[None], constant=False)
+
+
+def other_examples(unit, module, inputs, gradient, batch):
+    seen = observe_turned(unit, module, inputs, gradient, batch)
+    return MatrixPass(seen.activations.flip(0), seen.gradients.flip(0), False) if unit.kind == "matrix" else seen
+
+
 def swapped(unit, module, inputs, gradient, batch):
     seen = observe_turned(unit, module, inputs, gradient, batch)
     return MatrixPass(seen.activations, 2 * seen.gradients, False) if unit.kind == "matrix" else seen
@@ -104,7 +125,10 @@ def swapped(unit, module, inputs, gradient, batch):
         (no_units, observe_turned, r"'elsewhere\.weight', which is not a trainable.*0\.weight, 0\.bias"),
         (few_columns, observe_turned, r"columns 0 to 4.*got 0\.weight \[0, 3\)"),
         (wrong_shape, observe_turned, r"'0\.weight' has 4 × 4 numbers.*\(3, 4\)"),
-        (turned_units, too_few, r"9 numbers, but `units` says that there are 12"),
+        (turned_units, too_few, r"2 examples with 9 numbers each, but .* keeps 2, and `units` says 12"),
+        (turned_units, all_in_one, r"1 examples with 12 numbers each"),
+        (turned_units, summed, r"1 examples with 12 numbers each"),
+        (turned_units, other_examples, r"'0\.weight'.*correct `units` or `observe`"),
         (turned_units, swapped, r"'0\.weight'.*correct `units` or `observe`"),
     ],
 )
@@ -112,3 +136,32 @@ def test_a_layer_that_is_wrong_says_where(units, observe, message) -> None:
     ng.register_layer(Turned, Layer(units, observe))
     with pytest.raises(ValueError, match=message):
         with_statistics(nn.Sequential(Turned(3, 4)))
+
+
+class Paired(Turned):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x[0]), x[1]
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    ng.register_layer(Turned, Layer(turned_units, observe_turned))
+    ng.register_layer(Paired, Layer(turned_units, observe_turned))
+    model = nn.Sequential(Paired(3, 4))
+    with (
+        Capture(find_units(model)[1]),
+        pytest.raises(TypeError, match=r"'0\.weight' \(Paired\).*first argument.*tuple"),
+    ):
+        model((torch.randn(5, 3), torch.zeros(1)))
+    model[0].forward = lambda x: (x,)
+    with Capture(find_units(model)[1]), pytest.raises(TypeError, match="return a tensor; got tuple"):
+        model(torch.randn(5, 3))
+
+
+def test_a_checkpoint_saves_what_it_would_save_without_the_check() -> None:
+    ng.register_layer(Turned, Layer(turned_units, observe_turned))
+    model, x = nn.Sequential(Turned(3, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(5, 3)
+    with Capture(find_units(model)[1]):
+        output = checkpoint(model, x, use_reentrant=False)
+        output.sum().backward()
+    expected = torch.autograd.grad(model(x).sum(), model[0].weight)
+    torch.testing.assert_close(model[0].weight.grad, expected[0])

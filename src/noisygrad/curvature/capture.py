@@ -114,7 +114,7 @@ class Capture:
             def recorded(*args: Any, **kwargs: Any) -> Any:
                 output = usual(*args, **kwargs)
                 inputs = args[0] if args else next(iter(kwargs.values()))
-                if unverified and output.requires_grad:
+                if unverified and torch.is_grad_enabled():
                     verify_layer(module, layer, units, usual, args, kwargs)
                 for unit in units:
                     output = self._record(unit, module, inputs, output)

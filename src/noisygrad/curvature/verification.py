@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -15,6 +15,7 @@ from noisygrad.curvature.passes import Batch
 from noisygrad.curvature.registry import Layer
 from noisygrad.curvature.units import Unit
 from noisygrad.kernels.factorisation import capturing
+from noisygrad.kernels.host import own_random_numbers
 
 EXAMPLES = 2
 """How many examples of a batch are looked at."""
@@ -50,25 +51,26 @@ def verify_layer(
     """
     if capturing() or module in _VERIFIED:
         return
-    few = _first_examples(args, kwargs, len(units[0].replicas))
+    call = _Call(module, layer, units, forward, args, kwargs)
+    dim = len(units[0].replicas) + units[0].sequence_first
+    inputs = call.inputs(args, kwargs)
+    has_batch = inputs.dim() > dim + inputs.is_floating_point() and inputs.shape[dim] >= EXAMPLES
     try:
-        seen = _gradients(module, layer, units, forward, few or (args, kwargs), EXAMPLES if few else 1)
-    except RuntimeError:
-        if few is None:
+        repeated = call.repeat(dim if has_batch else None)
+    except Exception:  # from a forward that wants the whole batch, or that has its batch elsewhere
+        if not has_batch:
             raise
-        # A forward that wants the whole batch, or a batch that is not in front. Gradients are summed over examples and
-        # positions alike, so all may count as one example.
-        seen = _gradients(module, layer, units, forward, (args, kwargs), 1)
+        repeated = call.repeat(None)
     conclusive = True
-    for name, (found, true, tolerance) in seen.items():
-        scale = true.norm()
-        if not bool(found.isfinite().all() & true.isfinite().all()) or not bool(scale + found.norm()):
-            conclusive = False  # of an input that is 0 everywhere, or not finite, nothing can be told
+    for name, found, true in call.comparisons(repeated):
+        scale = torch.maximum(true.norm(), found.norm())
+        if not bool(scale.isfinite()) or not bool(scale):
+            conclusive = False  # an input that is 0 everywhere, or not finite, shows nothing
             continue
-        error = float((found - true).norm() / torch.maximum(scale, found.norm()))
-        if error > tolerance:
+        error = float((found - true).norm() / scale)
+        if error > repeated.tolerance:
             raise ValueError(
-                f"layer {units[0].name!r} ({type(module).__name__}): the gradient of {name!r} by its registered layer "
+                f"{call.title}: the gradient of {name!r} by its registered layer "
                 f"differs from autograd's, by {error:.1%} of its norm. If it was registered with like=, its forward "
                 "does not compute what that layer does, from a weight and a bias alone: register it with a "
                 "Layer(units, observe) of its own, or not at all, which gives its parameters a diagonal block. If "
@@ -78,65 +80,116 @@ def verify_layer(
         _VERIFIED.add(module)
 
 
-def _first_examples(
-    args: Sequence[Any], kwargs: Mapping[str, Any], dim: int
-) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
-    """The arguments with a few examples only; None for an input without a batch."""
-    inputs = args[0] if args else next(iter(kwargs.values()))
-    if inputs.dim() < dim + 1 + inputs.is_floating_point():
-        return None
+@dataclass(frozen=True)
+class _Gradients:
+    """Per-example gradients of one call, twice."""
 
-    def cut(value: Any) -> Any:
-        alike = isinstance(value, Tensor) and value.shape[dim : dim + 1] == inputs.shape[dim : dim + 1]
-        return value.narrow(dim, 0, EXAMPLES) if alike else value
-
-    return [cut(value) for value in args], {name: cut(value) for name, value in kwargs.items()}
+    rows: list[tuple[Unit, Tensor]]
+    """By the layer: for each unit `[*replicas, examples, numbers]`."""
+    by_autograd: list[dict[str, Tensor]]
+    """By autograd: for each example, by the parameter's name in the module."""
+    tolerance: float
 
 
-def _gradients(
-    module: nn.Module,
-    layer: Layer,
-    units: Sequence[Unit],
-    forward: Callable[..., Any],
-    call: tuple[Sequence[Any], Mapping[str, Any]],
-    size: int,
-) -> dict[str, tuple[Tensor, Tensor, float]]:
-    """For each parameter of the units the layer's gradient, autograd's, and by how much they may differ."""
-    args, kwargs = [_copied(value) for value in call[0]], {name: _copied(value) for name, value in call[1].items()}
-    inputs = args[0] if args else next(iter(kwargs.values()))
-    device = inputs.device
-    generator = torch.Generator().manual_seed(0)
-    forked = [device] if device.type == "cuda" else []
-    with torch.enable_grad(), torch.random.fork_rng(forked), _copies(module, generator) as parameters:
-        output = forward(*args, **kwargs)
-        gradient = torch.randn(output.shape, generator=generator).to(output)
-        found = torch.autograd.grad(output, list(parameters.values()), gradient, materialize_grads=True)
-    true = dict(zip(parameters, found, strict=True))
-    types = {tensor.dtype for tensor in (inputs, output, *parameters.values()) if tensor.is_floating_point()}
-    narrow = torch.is_autocast_enabled(device.type) or not types <= TOLERANCES.keys()
-    tolerance = COARSE_TOLERANCE if narrow else max(TOLERANCES[kind] for kind in types)
-    dtype = torch.promote_types(output.dtype, torch.float32)
-    seen = {}
-    for unit in units:
-        plain = replace(unit, slots=tuple(replace(slot, memory_layout=None) for slot in unit.slots))
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            rows = layer.observe(plain, module, inputs.detach(), gradient, Batch(size, size, dtype)).rows()
-        if rows.shape[-1] != unit.size:
-            raise ValueError(
-                f"layer {unit.name!r} ({type(module).__name__}): `observe` gives per-example gradients of "
-                f"{rows.shape[-1]} numbers, but `units` says that there are {unit.size}"
-            )
-        own = {slot.parameter: _own_name(slot.parameter, parameters) for slot in unit.slots}
-        shapes = {name: parameters[local].shape for name, local in own.items()}
-        for slot, part in plain.views(rows.sum(dim=-2), shapes):
-            local = own[slot.parameter]
-            by_autograd = true[local]
-            seen[slot.parameter] = part, slot.of(by_autograd, len(unit.replicas)).to(part), tolerance
-    return seen
+@dataclass(frozen=True)
+class _Call:
+    """One call of a user's layer, which can be repeated."""
+
+    module: nn.Module
+    layer: Layer
+    units: Sequence[Unit]
+    forward: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def title(self) -> str:
+        """The layer's name and class, for messages."""
+        return f"layer {self.units[0].name!r} ({type(self.module).__name__})"
+
+    def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """The argument that `observe` is given."""
+        first: Any = args[0] if args else next(iter(kwargs.values()))
+        if not isinstance(first, Tensor):
+            raise TypeError(f"{self.title}: the first argument must be a tensor; got {type(first).__name__}")
+        return first
+
+    def repeat(self, dim: int | None) -> _Gradients:
+        """The gradients of a call like this one by the layer and by autograd.
+
+        With `dim`, the dimension of the batch, of each of a few examples. With None summed over all: gradients are
+        summed over examples and positions alike, so all may count as one example.
+        """
+        args, kwargs = self._arguments(dim)
+        inputs = self.inputs(args, kwargs)
+        device, size = inputs.device, 1 if dim is None else EXAMPLES
+        generator = torch.Generator().manual_seed(0)
+        with _undisturbed(device), _copies(self.module, generator) as parameters:
+            output = self.forward(*args, **kwargs)
+            starts, names, leaves = _starts(output, dim, generator), list(parameters), list(parameters.values())
+            by_autograd = []
+            for start in starts:
+                found = torch.autograd.grad(output, leaves, start, retain_graph=True, materialize_grads=True)
+                by_autograd.append(dict(zip(names, found, strict=True)))
+        batch = Batch(size, size, torch.promote_types(output.dtype, torch.float32))
+        gradient = torch.stack(starts).sum(dim=0)
+        rows = []
+        for unit in self.units:
+            plain = replace(unit, slots=tuple(replace(slot, memory_layout=None) for slot in unit.slots))
+            with torch.no_grad(), torch.autocast(device.type, enabled=False):
+                rows.append((plain, self.layer.observe(plain, self.module, inputs.detach(), gradient, batch).rows()))
+        types = {tensor.dtype for tensor in (inputs, output, *leaves) if tensor.is_floating_point()}
+        narrow = torch.is_autocast_enabled(device.type) or not types <= TOLERANCES.keys()
+        return _Gradients(rows, by_autograd, COARSE_TOLERANCE if narrow else max(TOLERANCES[kind] for kind in types))
+
+    def comparisons(self, gradients: _Gradients) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """The name of each parameter, its gradient by the layer and by autograd, for each example."""
+        size = len(gradients.by_autograd)
+        for unit, rows in gradients.rows:
+            if rows.shape[-2:] != (size, unit.size):
+                raise ValueError(
+                    f"{self.title}: `observe` gives gradients of unit {unit.name!r} for {rows.shape[-2]} examples with "
+                    f"{rows.shape[-1]} numbers each, but the batch keeps {size}, and `units` says {unit.size} numbers"
+                )
+            for row, true in zip(rows.unbind(dim=-2), gradients.by_autograd, strict=True):
+                own = {slot.parameter: true[_own_name(slot.parameter, true)] for slot in unit.slots}
+                for slot, part in unit.views(row, {name: tensor.shape for name, tensor in own.items()}):
+                    yield slot.parameter, part, slot.of(own[slot.parameter], len(unit.replicas)).to(part)
+
+    def _arguments(self, dim: int | None) -> tuple[list[Any], dict[str, Any]]:
+        """Copies of the arguments; with `dim`, of a few examples."""
+        size = None if dim is None else self.inputs(self.args, self.kwargs).shape[dim]
+
+        def copied(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if dim is not None and value.dim() > dim and value.shape[dim] == size:
+                value = value.narrow(dim, 0, EXAMPLES)
+            return value.detach().clone()
+
+        return [copied(value) for value in self.args], {name: copied(value) for name, value in self.kwargs.items()}
 
 
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
+def _starts(output: Tensor, dim: int | None, generator: torch.Generator) -> list[Tensor]:
+    """Random gradients of the output: one, or with the dimension of the batch one that is of each example alone."""
+    if not isinstance(output, Tensor):
+        raise TypeError(f"a registered layer must return a tensor; got {type(output).__name__}")
+    gradient = torch.randn(output.shape, generator=generator).to(output)
+    if dim is None:
+        return [gradient]
+    alone = torch.eye(EXAMPLES).to(output).reshape(EXAMPLES, *(1,) * dim, EXAMPLES, *(1,) * (output.dim() - dim - 1))
+    return list(gradient * alone)
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Autograd is on inside, and neither random numbers nor hooks on saved tensors, as of checkpoints, are affected."""
+    with (
+        torch.enable_grad(),
+        own_random_numbers(device),
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+    ):
+        yield
 
 
 def _own_name(parameter: str, own: Mapping[str, Tensor]) -> str:
