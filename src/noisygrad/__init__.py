@@ -11,8 +11,17 @@ prediction = optimizer.posterior().predict(x)
 from typing import TYPE_CHECKING, Any
 
 from noisygrad import active, metrics, networks
+from noisygrad.curvature import register_layer
 from noisygrad.kernels.factorisation import FactorisationError
-from noisygrad.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
+from noisygrad.likelihoods import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    HeteroscedasticGaussian,
+    Likelihood,
+    Poisson,
+    register_likelihood,
+)
 from noisygrad.optim import NoisyAdam, NoisyBlockTridiagonal, NoisyFull, NoisyKFAC, NoisyOptimizer, NonFiniteError
 from noisygrad.posterior import Posterior, load_posterior
 from noisygrad.predictions import Prediction
@@ -45,6 +54,8 @@ __all__ = [
     "load_posterior",
     "metrics",
     "networks",
+    "register_layer",
+    "register_likelihood",
     "train",
 ]
 

@@ -13,8 +13,9 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import noisygrad as ng
 from noisygrad.curvature.capture import Capture
-from noisygrad.curvature.layers import REGISTRY, Batch, Layer, find_units
-from noisygrad.curvature.passes import MatrixPass
+from noisygrad.curvature.network import find_units
+from noisygrad.curvature.passes import Batch, MatrixPass
+from noisygrad.curvature.registry import REGISTRY, Layer
 from noisygrad.families.units import Slot, Unit
 from noisygrad.posterior.structure import build_structure, parameter_order
 from support.truth import (

@@ -9,16 +9,17 @@ import torch
 from torch import nn
 
 import noisygrad as ng
-from noisygrad.curvature import convolution, passes
+from noisygrad.curvature import convolution
 from noisygrad.curvature.capture import Capture
 from noisygrad.curvature.convolution import ConvolutionPass, PatchedPass
 from noisygrad.curvature.fisher import fisher_passes
-from noisygrad.curvature.layers import Batch, find_layer, find_units
-from noisygrad.curvature.passes import MatrixPass, sum_of_squared_products
+from noisygrad.curvature.network import find_units
+from noisygrad.curvature.passes import Batch, MatrixPass
+from noisygrad.curvature.registry import find_layer
 from noisygrad.curvature.windows import patches, two_axes
-from noisygrad.kernels import products
+from noisygrad.kernels import products, squared_products
 from noisygrad.kernels import squares as kernels
-from noisygrad.kernels.products import LARGE, gram, second_moment
+from noisygrad.kernels.products import LARGE_SIDE as LARGE, gram, second_moment
 from support.truth import close
 
 IMAGES = {"even": (6, 8), "odd": (5, 7), "narrow": (1, 6), "tiny": (2, 2), "one pixel": (1, 1)}
@@ -99,8 +100,8 @@ def test_one_axis(padding):
 
 @pytest.mark.parametrize("cache", [1, 40, 300])
 def test_matrices_larger_than_the_cache_are_summed_in_panels(cache, monkeypatch):
-    monkeypatch.setattr(passes, "CACHE", cache)
-    monkeypatch.setitem(passes.CHUNK, "cpu", cache)
+    monkeypatch.setattr(squared_products, "CACHE", cache)
+    monkeypatch.setitem(squared_products.CHUNK, "cpu", cache)
     assert_as_with_patches(make_conv(kernel_size=3, padding=1), torch.randn(5, 3, 4, 5, dtype=torch.float64))
 
 
@@ -200,7 +201,7 @@ def test_patches_of_some_examples_at_a_time_are_enough(chunk, stride, monkeypatc
     images = torch.randn(5, 3, 6, 7, dtype=torch.float64)
     gradient = torch.randn_like(module(images))
     inputs, outputs, squares = truth(module, images, gradient, True)
-    monkeypatch.setitem(passes.CHUNK, "cpu", chunk)
+    monkeypatch.setitem(squared_products.CHUNK, "cpu", chunk)
     seen = PatchedPass(module, images, gradient, True)
     close(seen.input_moment(), inputs)
     close(seen.output_moment(), outputs)
@@ -286,21 +287,6 @@ def test_half_precision_inputs_are_converted():
     measured = (inputs - torch.eye(19) * 0.5) * 2.0  # the average of the first batch and the identity
     assert inputs.dtype is torch.float32
     torch.testing.assert_close(measured, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("positions", [1, 3, 9])
-@pytest.mark.parametrize("lead", [(), (2,)])
-def test_sums_of_squared_products(positions, lead):
-    g = torch.randn(*lead, 5, positions, 3, dtype=torch.float64)
-    a = torch.randn(*lead, 5, positions, 4, dtype=torch.float64)
-    naive = torch.einsum("...btp,...btq->...bpq", g, a).square().sum(-3)
-    close(sum_of_squared_products(g, a), naive)
-
-
-@pytest.mark.parametrize("size", [5, LARGE + 3])
-def test_gram_is_the_product_with_itself(size):
-    rows = torch.randn(2, 11, size, dtype=torch.float64)
-    close(gram(rows), rows.mT @ rows)
 
 
 def test_settings_that_somebody_made_lists_of():

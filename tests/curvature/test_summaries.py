@@ -10,7 +10,7 @@ from torch import nn
 import noisygrad as ng
 from noisygrad.curvature import fisher, summaries
 from noisygrad.curvature.capture import Capture
-from noisygrad.curvature.layers import find_units
+from noisygrad.curvature.network import find_units
 from noisygrad.posterior.blocks import Block
 
 

@@ -15,7 +15,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 import noisygrad as ng
 from noisygrad import NoisyClassifier, NoisyRegressor
 from noisygrad.estimators.plan import Plan
-from noisygrad.training.threads import one_thread
+from noisygrad.kernels.threads import one_thread
 
 POSTERIORS = ("diagonal", "kronecker", "tridiagonal", "full")
 

@@ -11,7 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import noisygrad as ng
 from noisygrad.algorithm import stacks
-from noisygrad.curvature import layers, passes, summaries, units
+from noisygrad.curvature import passes, registry, summaries
+from noisygrad.families import units
 from noisygrad.optim import optimizer as base
 from noisygrad.posterior import parameters
 from noisygrad.posterior.prior import BlockPriors
@@ -193,7 +194,7 @@ def column() -> nn.Linear:
 @pytest.mark.parametrize("family", FAMILIES[:3], ids=lambda family: family.__name__)
 @pytest.mark.parametrize("name", ["groups", "column", "frozen weight"])
 def test_weights_of_other_shapes_stay_row_by_row(name, family, gpu_ways, monkeypatch):
-    entry = layers.Layer(
+    entry = registry.Layer(
         lambda n, module, trainable: [
             units.Unit(n, "matrix", 3, 4, (units.Slot(f"{n}.weight", 0, 4),), "Grouped", groups=2)
         ],
@@ -204,7 +205,7 @@ def test_weights_of_other_shapes_stay_row_by_row(name, family, gpu_ways, monkeyp
             grouped=True,
         ),
     )
-    monkeypatch.setitem(layers.REGISTRY, Grouped, entry)
+    monkeypatch.setitem(registry.REGISTRY, Grouped, entry)
     found = []
     for on in (False, True):
         torch.manual_seed(0)

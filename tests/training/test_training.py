@@ -8,12 +8,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import noisygrad as ng
+from noisygrad.kernels.threads import one_thread
 from noisygrad.networks import MLP, ReplicatedMLP
 from noisygrad.training import Annealed, CheckpointError, CosineDecay, EpochRecord, History, StepDecay, train
 from noisygrad.training import progress as progress_module
 from noisygrad.training.batches import TensorBatches
 from noisygrad.training.progress import Bar, Lines, Reporter, reporter
-from noisygrad.training.threads import one_thread
 
 
 @pytest.fixture(autouse=True)

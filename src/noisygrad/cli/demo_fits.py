@@ -22,9 +22,9 @@ from torch import Tensor
 
 from noisygrad import metrics
 from noisygrad.estimators.estimators import NoisyClassifier, NoisyRegressor, PosteriorName
+from noisygrad.kernels.threads import one_thread
 from noisygrad.posterior import Posterior
 from noisygrad.predictions import Prediction
-from noisygrad.training.threads import one_thread
 from noisygrad.versions import versions
 
 DataName: TypeAlias = Literal["diabetes", "digits"]

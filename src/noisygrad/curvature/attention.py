@@ -1,6 +1,6 @@
-"""Multi-head attention, whose projections run inside one function and not as layers.
+"""Multi-head attention, whose projections are computed inside one function and not by layers.
 
-While statistics are taken, the module's forward is replaced by one that computes the same thing in three parts: the
+While statistics are taken, the module's forward is replaced by one that computes the same in three parts: the
 input projections (recorded), torch's own attention with identity projections, the output projection (recorded). Masks,
 dropout, `add_zero_attn` and the attention weights are thus torch's own.
 """
@@ -14,15 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from noisygrad.curvature.layers import Batch, Layer, observe_linear, register
-from noisygrad.curvature.passes import Pass
+from noisygrad.curvature.layers import observe_linear
+from noisygrad.curvature.passes import Batch, Pass
+from noisygrad.curvature.registry import Layer, Recorder, register_layer
 from noisygrad.families.units import Slot, Unit
 
 PARTS = ("query", "key", "value")
 SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-
-Recorder = Callable[[str, Tensor, Tensor], Tensor]
-"""Called with the part's name, the input of its projection and the projection's output, which it hands back."""
 
 
 def _attention_units(name: str, module: nn.MultiheadAttention, trainable: frozenset[str]) -> list[Unit]:
@@ -65,9 +63,6 @@ def _observe_attention(
     if not module.batch_first and inputs.dim() == 3:
         inputs, gradient = inputs.transpose(0, 1), gradient.transpose(0, 1)
     return observe_linear(unit, module, inputs, gradient, batch)
-
-
-register(nn.MultiheadAttention)(Layer(_attention_units, _observe_attention))
 
 
 def recorded_forward(module: nn.MultiheadAttention, record: Recorder) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -130,7 +125,10 @@ def _project(module: nn.MultiheadAttention, index: int, x: Tensor, record: Recor
 
 
 def _as_float(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """Boolean masks as −inf, as torch's own forward hands them on, so that both masks are of one kind."""
+    """Boolean masks as −inf, as in torch's own forward, so that both masks have one type."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, float("-inf"))
+
+
+register_layer(nn.MultiheadAttention, Layer(_attention_units, _observe_attention, recorded_forward, builtin=True))

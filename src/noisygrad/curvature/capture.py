@@ -1,9 +1,9 @@
-"""Layers that record what passes through them, during a pass and not after it.
+"""Records of the inputs and outputs of layers during a forward pass.
 
 What is recorded is the layer's input and the *gradient edge* of its output, the place in autograd's graph where the
 output was made. An activation that then overwrites the output in place moves the tensor to another place of the graph
-but leaves this one, so in-place activations do no harm. Nor do a user's own hooks, whatever they change: a layer's
-`forward` is replaced, so that what it is given has been through all of them, and what it makes through none.
+but leaves this one, so in-place activations are harmless. So are a user's own hooks, whatever they change: a layer's
+`forward` is replaced, which sees its input after all hooks and its output before any.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from noisygrad.curvature.attention import recorded_forward
+from noisygrad.curvature.registry import find_layer
 from noisygrad.families.units import Unit
+from noisygrad.curvature.verification import needs_verification, verify_layer
 from noisygrad.kernels.switches import Switch
 
 
 @dataclass
 class Record:
-    """One call of one unit: its input, where its output stands in the graph, and the gradient once it is known."""
+    """One call of one unit: its input, the place of its output in the graph, and its gradient once it is known."""
 
     unit: Unit
     module: nn.Module
@@ -40,7 +41,7 @@ class Record:
     """Whether a loss was found to depend on it."""
 
     def checked_inputs(self) -> Tensor:
-        """The input, unless something has overwritten it since."""
+        """The input; raises RuntimeError if it was overwritten since."""
         if self.inputs._version != self.version:
             raise RuntimeError(
                 f"the input of layer {self.unit.name!r} was changed in place after the layer had used it, so its "
@@ -50,7 +51,7 @@ class Record:
 
 
 class Capture:
-    """A context in which calls of the given layers are recorded; `take` hands the records over and forgets them.
+    """A context in which calls of the given layers are recorded; `take` returns the records and forgets them.
 
     With `watch_backward` the gradients of the user's own backward pass are kept too: the empirical Fisher of a closure
     that has called `backward` itself.
@@ -62,12 +63,12 @@ class Capture:
         self._patched: list[tuple[nn.Module, Any]] = []
         self._records: list[Record] = []
         self.consumed_nodes: set[Node] = set()
-        """Where the calls stand in the graph that statistics were taken of."""
+        """The graph nodes of the calls that statistics were taken of."""
         self._stack = ExitStack()
         self.watch_backward = False
 
     def __enter__(self) -> Self:
-        # What is compiled knows nothing of layers that record; statistics are rare, so that pass runs eagerly.
+        # Compiled code would not call the recording layers; statistics are rare, so that pass runs eagerly.
         self._stack.enter_context(_EAGER.on())
         for module, units in self._layers.items():
             if units:
@@ -92,7 +93,7 @@ class Capture:
         return records
 
     def consume(self, records: Sequence[Record]) -> None:
-        """Statistics were taken of these: what the loss does not depend on is given back, for a later one."""
+        """Note that statistics were taken of these records; those that the loss did not use are kept for later."""
         self.consumed_nodes |= {record.edge.node for record in records if record.used}
         self._records = [record for record in records if not record.used] + self._records
 
@@ -102,15 +103,19 @@ class Capture:
         self._node_handles.clear()
 
     def _recorded(self, module: nn.Module, units: Sequence[Unit], own: Any) -> Callable[..., Any]:
-        """A method in place of the module's `forward`, or of what somebody else had put in its place."""
-        usual = module.forward
-        if isinstance(module, nn.MultiheadAttention):
-            recorded = recorded_forward(module, self._part_recorder(module, units))
+        """A method to replace the module's `forward`, or the replacement that somebody else had set."""
+        usual, layer = module.forward, find_layer(module)
+        assert layer is not None
+        unverified = layer.forward is None and needs_verification(module, layer)
+        if layer.forward is not None:
+            recorded = layer.forward(module, self._part_recorder(module, units))
         else:
 
             def recorded(*args: Any, **kwargs: Any) -> Any:
                 output = usual(*args, **kwargs)
                 inputs = args[0] if args else next(iter(kwargs.values()))
+                if unverified and torch.is_grad_enabled():
+                    verify_layer(module, layer, units, usual, args, kwargs)
                 for unit in units:
                     output = self._record(unit, module, inputs, output)
                 return output
@@ -118,7 +123,7 @@ class Capture:
         def forward(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if called is module:
                 return recorded(*args, **kwargs)
-            # A copy of the module that was made meanwhile: it has nothing to do with this, and forgets it.
+            # A copy of the module made in the meantime is a network of its own: it gets its forward back.
             is_bound = isinstance(own, MethodType) and own.__self__ is module
             _put_back(called, MethodType(own.__func__, called) if is_bound else own)
             return called.forward(*args, **kwargs)
@@ -134,11 +139,11 @@ class Capture:
         return record
 
     def _record(self, unit: Unit, module: nn.Module, inputs: Tensor, output: Tensor) -> Tensor:
-        """Keep what passed through; the output is handed back, for the network to go on with."""
+        """Record one call; returns the output with which the network continues."""
         if not output.requires_grad or (torch._C._current_graph_task_id() != -1 and not self.watch_backward):
-            return output  # in a backward pass a checkpoint calls layers again, which were recorded before
+            return output  # a checkpoint calls layers again in the backward pass; they were recorded before
         if output._is_view():
-            # Linear layers on sequences return a view; an in-place activation would cut *its* edge out of the graph.
+            # Linear layers on sequences return a view, whose edge an in-place activation would remove from the graph.
             output = output.clone()
         edge, kept = get_gradient_edge(output), list[Tensor]()
         self._records.append(Record(unit, module, inputs.detach(), inputs._version, edge, kept))
@@ -147,7 +152,7 @@ class Capture:
         return output
 
     def _keep(self, output_nr: int, kept: list[Tensor]) -> Callable[..., None]:
-        """A hook that must not know the edge: node → hook → edge → node would keep all activations for ever."""
+        """A hook that has no reference to the edge: node → hook → edge → node would never free the activations."""
 
         def keep(gradients: tuple[Tensor | None, ...]) -> None:
             gradient = gradients[output_nr]
@@ -158,16 +163,16 @@ class Capture:
 
 
 def _put_back(module: nn.Module, own: Any) -> None:
-    """The module's own `forward`, or what somebody else had put in its place."""
+    """Restore the module's own `forward`, or the replacement that somebody else had set."""
     vars(module).pop("forward", None)
     if own is not None:
         vars(module)["forward"] = own
 
 
-# A step may itself be inside something compiled, where this may not be done.
+# A step may itself run inside compiled code, where the stance may not be set.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _made_eager() -> Callable[[], None]:
-    """Let nothing that is compiled be run as such; returns what allows it again."""
+def _force_eager() -> Callable[[], None]:
+    """Run compiled functions eagerly; returns a function that ends this."""
     stance: Any = torch.compiler.set_stance("force_eager")
     return partial(_allow_compiled, stance)
 
@@ -177,7 +182,7 @@ def _allow_compiled(stance: Any) -> None:
     stance.__exit__(None, None, None)
 
 
-_EAGER = Switch(_made_eager)
+_EAGER = Switch(_force_eager)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -1,10 +1,10 @@
-"""Statistics of convolutions: from the input patches in general, without them where a CPU is much faster so.
+"""Statistics of convolutions: from the input patches in general, without them where that is much faster on a CPU.
 
 The patches repeat every input pixel once for each tap of the kernel. Their second moment depends on two taps only
 through the shift from one to the other, apart from what the edges of the image cut off: 25 shifts in place of the 81
 pairs of taps of a 3×3 kernel, and by symmetry half of them. Squares of per-example gradients need patches along one
 axis only, because along the other a tap is a slice of memory; and none at all where a convolution whose groups are the
-examples is faster. Whole patches are made where oneDNN multiplies them faster than MKL their parts.
+examples is faster. Whole patches are made where oneDNN multiplies them faster than MKL multiplies parts of them.
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
-from noisygrad.curvature.passes import (
-    CACHE,
-    FEW_POSITIONS,
-    MatrixPass,
-    add_squares_,
-    chunk_size,
-    scratch_buffer,
-    sum_of_squared_products,
-    sum_of_squares,
-)
+from noisygrad.curvature.passes import MatrixPass
+from noisygrad.families.units import Unit
 from noisygrad.curvature.windows import Axis, patches, two_axes
 from noisygrad.families import kronecker, packed
 from noisygrad.families.base import Statistics
 from noisygrad.families.units import Unit
 from noisygrad.kernels import squares, triangles
-from noisygrad.kernels.products import column_sums, gram, has_onednn, use_onednn_at, with_border
+from noisygrad.kernels.products import column_sums, gram, with_border
+from noisygrad.kernels.products import has_onednn, use_onednn_at
+from noisygrad.kernels.scratch import CACHE, memory_bound, scratch_buffer
+from noisygrad.kernels.squared_products import (
+    FEW_POSITIONS,
+    add_squares_,
+    chunk_size,
+    sum_of_squared_products,
+    sum_of_squares,
+)
 
 SMALL_PATCH = 64
-"""Patches of at most so many numbers, as of colour images, are rather made: a product with a part of one is thin."""
+"""Patches of at most this many numbers (of colour images, say) are made as a whole: products with parts are thin."""
 
 MANY_POSITIONS, FEW_WEIGHTS = 128, 1 << 16
-"""From so many positions on, and up to so many weights, squares are made by a convolution of many groups."""
+"""From this many positions on, and up to this many weights, squares are made by a convolution of many groups."""
 
 
 class PatchedPass(MatrixPass):
-    """A pass through a convolution of one group, whose patches are made only of some examples at a time."""
+    """A pass through a convolution of one group, whose patches are made of a few examples at a time."""
 
     def __init__(self, module: Any, images: Tensor, gradients: Tensor, constant: bool) -> None:
         self._module = module
@@ -62,7 +63,7 @@ class PatchedPass(MatrixPass):
 
     @cached_property
     def gradients(self) -> Tensor:  # type: ignore[override]
-        """Those of the outputs, `[B, positions, out]`."""
+        """The output gradients, `[B, positions, out]`."""
         return self._gradients.flatten(2).mT
 
     @property
@@ -72,7 +73,7 @@ class PatchedPass(MatrixPass):
 
     @property
     def activations(self) -> Tensor:  # type: ignore[override]
-        """The patches of all examples, `[B, positions, channels · kernel]`; made whenever somebody asks for them."""
+        """The patches of all examples, `[B, positions, channels · kernel]`; made anew at each access."""
         return patches(self._module, self._images)
 
     def carried(self) -> dict[str, Tensor]:
@@ -95,7 +96,7 @@ class PatchedPass(MatrixPass):
         return with_border(products.div_(count), means, means)
 
     def layout_squares(self, unit: Unit) -> list[Tensor]:
-        """The sum over the batch of squared per-example gradients; a kernel writes them as they lie."""
+        """The sum over the batch of squared per-example gradients; a GPU kernel writes them in the unit's order."""
         if unit.slots[0].channels_last and (found := self._by_kernel(channels_last=True)) is not None:
             return [found]
         return super().layout_squares(unit)
@@ -114,9 +115,16 @@ class PatchedPass(MatrixPass):
         rows = positions * (positions + 1) // 2 if positions <= FEW_POSITIONS else max(positions, outputs)
         return self._sum_of_parts(MatrixPass._squared_products, self._patch_size * rows)
 
+    def squares_in_basis(self, left: Tensor, right: Tensor) -> Tensor:
+        """Σ_b (Lᵀ G_b V)², a sum over parts of the batch."""
+        positions, outputs = self.gradients.shape[1:]
+        # Patches and what they are in the basis, or as many per-example gradients.
+        numbers = 2 * (self._patch_size + self.constant) * max(positions, outputs)
+        return self._sum_of_parts(lambda part: part.squares_in_basis(left, right), numbers)
+
     def _sum_of_parts(self, what: Callable[[MatrixPass], Tensor], numbers: int) -> Tensor:
         """The sum over parts of the batch."""
-        # The patches of a part are gone before the next are made.
+        # A generator, so that the patches of a part are freed before the next are made.
         parts = self._parts(numbers)
         sums = (what(MatrixPass(patches(self._module, images), some, self.constant)) for images, some in parts)
         total = next(sums)
@@ -125,7 +133,7 @@ class PatchedPass(MatrixPass):
         return total
 
     def _parts(self, numbers: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Images and gradients of as many examples as memory allows, where one takes so many numbers."""
+        """Images and gradients of as many examples as memory allows, where one example takes this many numbers."""
         size = chunk_size(self._images.device, numbers)
         return zip(self._images.split(size), self.gradients.split(size), strict=True)
 
@@ -135,13 +143,13 @@ class PatchedPass(MatrixPass):
 
 
 class ConvolutionPass(PatchedPass):
-    """The same, of one or two axes with stride 1, on a CPU: without most of the patches."""
+    """A pass through a convolution of one or two axes with stride 1 on a CPU, without most of the patches."""
 
     @staticmethod
     def applies(module: Any, images: Tensor, batch: int) -> bool:
         """Whether this layer's geometry, device and batch allow it."""
         plain = len(module.kernel_size) <= 2 and all(step == 1 for step in module.stride)
-        return plain and images.device.type == "cpu" and PatchedPass.applies(module, images, batch)
+        return plain and memory_bound(images) and PatchedPass.applies(module, images, batch)
 
     @cached_property
     def _geometry(self) -> tuple[Tensor, Axis, Axis]:
@@ -153,7 +161,7 @@ class ConvolutionPass(PatchedPass):
         return images, vertical, horizontal
 
     def moments(self) -> Statistics:
-        """A and S. Of a large A, bands are kept: so it is made where the last one was, in memory that stays mapped."""
+        """A and S. A large A is stored as bands, so the whole one is made in memory that is used again."""
         size = self._patch_size + self.constant
         if not triangles.use_bands_at(size):
             return super().moments()
@@ -172,7 +180,7 @@ class ConvolutionPass(PatchedPass):
         rows, taps = self.gradients[..., 0].numel(), vertical.kernel * horizontal.kernel
         pixels = _pixels_first(images.flatten(2)).view(height, width * batch, channels)
         size = channels * taps
-        moment.zero_()  # two taps may never lie on the image together
+        moment.zero_()  # two taps may never be on the image at once
         blocks = moment[:size, :size].unflatten(0, (channels, taps)).unflatten(2, (channels, taps))
         columns = horizontal.pairs()
         for down, ranges in vertical.pairs().items():
@@ -194,7 +202,7 @@ class ConvolutionPass(PatchedPass):
         return moment
 
     def _means(self, pixels: Tensor) -> Tensor:
-        """The sum over examples and positions of what each tap sees, `[channels · kernel]`."""
+        """The sum over examples and positions of the pixels under each tap, `[channels · kernel]`."""
         _, vertical, horizontal = self._geometry
         total = pixels.sum(dim=2)
         sums = []
@@ -203,7 +211,7 @@ class ConvolutionPass(PatchedPass):
         return torch.stack(sums, dim=-1).flatten()
 
     def output_moment(self) -> Tensor:
-        """As of any matrix, but positions come before examples, as the transpose leaves them."""
+        """The mean over examples of the sum over positions of g gᵀ; positions are in front, after one transpose."""
         return gram(_pixels_first(self.gradients.mT)) / self.gradients.shape[0]
 
     def square_sums(self) -> list[Tensor]:
@@ -211,10 +219,7 @@ class ConvolutionPass(PatchedPass):
         positions = self.gradients.shape[1]
         if positions == 1:
             return super().square_sums()
-        # Squares of small gradients would be denormal numbers: most CPUs are slow at those, and digits are lost.
-        least, most = self._gradients.aminmax()  # as they lie: twenty times as fast
-        largest = torch.maximum(-least, most)
-        scale = torch.where(largest > 0, largest, 1.0)
+        scale = self._largest_gradient()
         if positions <= FEW_POSITIONS:
             weight = self._squares_by_taps(scale)
         elif self._groups_are_fast():
@@ -222,15 +227,29 @@ class ConvolutionPass(PatchedPass):
         elif self._products_are_fast():
             weight = self._squares_by_products(scale)
         elif self._patch_size <= SMALL_PATCH:
-            # Thin products, which are fewer than the gradients: these are multiplied as they lie.
+            # Thin products, smaller than the gradients, which are therefore not scaled or copied first.
             weight = torch.bmm(self.gradients.mT, self.activations).div_(scale).square_().sum(dim=0)
         else:
             weight = self._squares_by_rows(scale)
         bias = (self.gradients.sum(dim=-2) / scale).square().sum(dim=-2)
         return [piece * scale.square() for piece in self._pieces(weight, bias)]
 
+    def squares_in_basis(self, left: Tensor, right: Tensor) -> Tensor:
+        """Σ_b (Lᵀ G_b V)², a sum over parts of the batch."""
+        scale = self._largest_gradient()
+        return super().squares_in_basis(left / scale, right).mul_(scale.square())
+
+    def _largest_gradient(self) -> Tensor:
+        """What to divide gradients by before they are squared, 0-dimensional.
+
+        Squares of small ones would be denormal numbers: most CPUs are slow at those, and digits are lost.
+        """
+        least, most = self._gradients.aminmax()  # in their own order of memory: twenty times as fast
+        largest = torch.maximum(-least, most)
+        return torch.where(largest > 0, largest, 1.0)
+
     def _squares_by_taps(self, scale: Tensor) -> Tensor:
-        """Each tap is a 1×1 convolution of what it sees: for few positions, of which the edges cut off most."""
+        """Each tap as a 1×1 convolution of the pixels under it: for few positions, of which a tap sees only some."""
         images, vertical, horizontal = self._geometry
         placed = (self.gradients / scale).mT.unflatten(-1, (vertical.outputs, horizontal.outputs))
         found = []
@@ -247,7 +266,7 @@ class ConvolutionPass(PatchedPass):
         return fits and has_onednn() and self.gradients.dtype == torch.float32
 
     def _squares_by_groups(self, scale: Tensor) -> Tensor:
-        """Some examples at a time as the groups of one convolution, whose weights' gradients are theirs apart."""
+        """A few examples at a time as the groups of one convolution: the gradients of its weights are per example."""
         images, vertical, horizontal = self._geometry
         channels, outputs = images.shape[1], self.gradients.shape[-1]
         shape = (channels, vertical.kernel, horizontal.kernel)
@@ -277,7 +296,7 @@ class ConvolutionPass(PatchedPass):
         return use_onednn_at(self._patch_size, positions, outputs, self._images, self._gradients)
 
     def _squares_by_products(self, scale: Tensor) -> Tensor:
-        """From the patches of some examples at a time."""
+        """From the patches of a few examples at a time."""
         total = self._images.new_zeros(self._patch_size, self.gradients.shape[-1])
         size = max(1, CACHE // (self.gradients.shape[1] * self._patch_size))
         for images, gradients in zip(self._images.split(size), self.gradients.split(size), strict=True):
@@ -285,9 +304,9 @@ class ConvolutionPass(PatchedPass):
         return total.mT
 
     def _squares_by_rows(self, scale: Tensor) -> Tensor:
-        """Patches along the width, of some examples at a time; along the height a tap is a slice of them.
+        """Patches along the width, of a few examples at a time; along the height a tap is a slice of them.
 
-        So the rows that a tap would see above or below the image are left out, and only the sides are padded.
+        The rows above and below the image that a tap would multiply are left out, so only the sides are padded.
         """
         images, vertical, horizontal = self._geometry
         channels, width = images.shape[1], horizontal.outputs
@@ -324,7 +343,7 @@ def _shifted_products(
     """Σ x[q] x[q + shift]ᵀ over the pixels q in each of the ranges of rows and each of the spans of columns.
 
     `pixels` are `[height, width · B, channels]`, so that a span of columns is a slice of memory. Spans that overlap
-    are put together from the pieces between their ends, and rows are summed last: nothing is multiplied twice.
+    are sums of the pieces between their ends, and rows are summed last, so nothing is multiplied twice.
     """
     down, right = shift
     height = pixels.shape[0]

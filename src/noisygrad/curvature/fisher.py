@@ -1,7 +1,7 @@
-"""The Fisher of a network's outputs, given a likelihood: sampled, exact or empirical.
+"""The Fisher of a network under a likelihood, as passes through its layers: sampled, exact or empirical.
 
 Each estimate is one or more backward passes of a *summed* log-likelihood to the outputs of the layers, by
-`torch.autograd.grad`, apart from the user's own backward pass. So nothing that scales the user's loss can reach the
+`torch.autograd.grad`, separate from the user's own backward pass, so nothing that scales the user's loss affects the
 statistics. A pass starts from the log-likelihood's own derivative (`Likelihood.score`).
 
 - sampled: targets drawn from the model's own prediction; one pass, unbiased (the paper's footnote 2);
@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from noisygrad.curvature.capture import Record
-from noisygrad.curvature.layers import Batch, find_layer, perhaps_summed
-from noisygrad.curvature.passes import Pass, SummedPass
-from noisygrad.curvature.summaries import Summarise, Summary, gradient_hooks, hookable, reaches
+from noisygrad.curvature.layers import perhaps_summed
+from noisygrad.curvature.passes import Batch, Pass, SummedPass
+from noisygrad.curvature.registry import find_layer
+from noisygrad.curvature.summaries import PassSummary, Summarise, gradient_hooks, hookable, reaches
 from noisygrad.families.units import Unit
 from noisygrad.likelihoods import Likelihood
 
@@ -47,9 +48,9 @@ def fisher_passes(
 ) -> Iterator[dict[str, Pass]]:
     """The passes whose mean is the Fisher: for each, every unit that took part, by name.
 
-    `output` keeps its graph. Of `others` only a summed gradient can be had; each example's share gets a random sign
-    (`SummedPass` says why), which changes nothing for the layers. Only the first `keep` examples are looked at. With
-    `summarise`, that is all that is kept of a pass.
+    `output` keeps its graph. Of `others` only a summed gradient is known; each example's share gets a random sign
+    (`SummedPass` says why), which changes nothing for the layers. Only the first `keep` examples are used. With
+    `summarise`, only what it returns is kept of a pass.
     """
     lead = len(likelihood.replicas)
     batch = Batch(output.shape[lead], output.shape[lead] if keep is None else keep, dtype)
@@ -76,7 +77,7 @@ def fisher_passes(
 
 
 def _signed(starts: Tensor, signs: Tensor | None) -> Tensor:
-    """What a backward pass starts from, each example's with its sign."""
+    """The gradients of the output that a backward pass starts from, each example's times its sign."""
     return starts if signs is None else starts * signs.reshape(*signs.shape, *[1] * (starts.dim() - signs.dim()))
 
 
@@ -94,7 +95,7 @@ def passes_after_backward(
 ) -> dict[str, Pass]:
     """The passes of a *mean* loss that the user has already differentiated: the empirical Fisher.
 
-    For parameters without a layer only the summed gradient is there, without signs, so that theirs comes out too large.
+    For parameters without a layer only the summed gradient is known, without signs, so their Fisher is too large.
     """
     seen = [record for record in records if record.kept]
     batch = Batch(size, size, dtype)
@@ -108,17 +109,19 @@ def passes_after_backward(
 
 @dataclass(frozen=True)
 class Layers:
-    """The calls of layers that a backward pass tells of, those that it is asked for, and what is kept of each."""
+    """The recorded calls of a backward pass, by how their output gradients are obtained, and what is kept of each."""
 
     hookable: Sequence[Record]
+    """Their gradients arrive in hooks during the backward pass."""
     asked: Sequence[Record]
+    """Their gradients are returned by the backward pass."""
     units: dict[str, Unit]
     """In the order of the forward pass."""
     summarise: Summarise
 
 
 def _differentiate(output: Tensor, start: Tensor, layers: Layers, others: Parameters, batch: Batch) -> dict[str, Pass]:
-    """The passes of a backward pass that starts at the output with these numbers."""
+    """The passes through all layers of one backward pass from the output, given its gradient."""
     places = [*(record.edge for record in layers.asked), *(get_gradient_edge(parameter) for _, parameter in others)]
     if not places:
         return {}
@@ -127,11 +130,11 @@ def _differentiate(output: Tensor, start: Tensor, layers: Layers, others: Parame
 
     def keep(name: str, one: Pass, inputs: Sequence[Tensor]) -> None:
         found[name] = kept = layers.summarise(layers.units[name], one)
-        if isinstance(kept, Summary):
-            kept.let_go(inputs)  # those of the graph, which is still there
+        if isinstance(kept, PassSummary):
+            kept.release_inputs(inputs)  # except those of the graph, which still exists
 
     def take(record: Record, gradient: Tensor) -> None:
-        # In a backward pass no gradients are recorded.
+        # Autograd records nothing during a backward pass, so no_grad is not needed.
         with _without_autocast(device):
             keep(record.unit.name, _layer_pass(record, gradient, batch), (record.inputs,))
 
@@ -150,7 +153,7 @@ def _differentiate(output: Tensor, start: Tensor, layers: Layers, others: Parame
 
 
 def depends_on(output: Tensor, nodes: set[Node]) -> bool:
-    """Whether one of these places of the graph is behind the output."""
+    """Whether the output depends on one of these nodes of the graph."""
     start = output.grad_fn
     return start is not None and bool(nodes) and (start in nodes or reaches(start, nodes, set()))
 
@@ -171,7 +174,7 @@ def _layer_passes(records: Sequence[Record], gradients: Sequence[Tensor], batch:
 
 
 def _layer_pass(record: Record, gradient: Tensor, batch: Batch) -> Pass:
-    """What one call of a layer says, given the gradient of its output."""
+    """The pass of one call of a layer, given the gradient of its output."""
     unit, module = record.unit, record.module
     layer, inputs = find_layer(module), record.checked_inputs()
     assert layer is not None

@@ -1,103 +1,29 @@
-"""The registry: how each kind of layer is a matrix, and how what passed through it becomes the canonical layout.
-
-A `Unit` is the smallest piece of structure: a matrix (rows × columns) that holds one layer's trainable weights, or a
-part of them (the three projections of attention are three units). `Slot` says where each parameter lies in it.
-`register` teaches the registry a new layer; whatever it does not know becomes a diagonal block of its own.
-"""
+"""The layers of torch that the library knows: how each is a matrix, and its per-example gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from noisygrad.curvature.convolution import ConvolutionPass, PatchedPass
-from noisygrad.curvature.passes import ElementwisePass, EmbeddingPass, MatrixPass, Pass, SummedPass
+from noisygrad.curvature.passes import Batch, ElementwisePass, EmbeddingPass, MatrixPass, Pass, SummedPass, arrange
+from noisygrad.curvature.registry import Layer, register_layer
+from noisygrad.families.units import Slot, Unit
 from noisygrad.curvature.windows import patches
 from noisygrad.families.units import Slot, Unit
 from noisygrad.networks import ReplicatedLinear
 
 
-@dataclass(frozen=True)
-class Layer:
-    """A registry entry: the units of a module, and the pass that an input and an output gradient make."""
-
-    units: Callable[[str, Any, frozenset[str]], list[Unit]]
-    observe: Callable[[Unit, Any, Tensor, Tensor, Batch], Pass]
-    """Given all examples, since a norm is of all of them; the pass is of those that the batch keeps."""
-
-
-REGISTRY: dict[type[nn.Module], Layer] = {}
-
-
-def register(*types: type[nn.Module]) -> Callable[[Layer], Layer]:
-    """Teach the registry how modules of `types` are matrices: `register(MyLinear)(Layer(units, observe))`."""
-
-    def add(layer: Layer) -> Layer:
-        for kind in types:
-            REGISTRY[kind] = layer
-        return layer
-
-    return add
-
-
-def find_layer(module: nn.Module) -> Layer | None:
-    """The entry for this module's type, or for a base class whose `forward` it has not replaced by its own."""
-    kind = next((kind for kind in type(module).__mro__ if kind in REGISTRY), None)
-    return REGISTRY[kind] if kind is not None and type(module).forward is kind.forward else None
-
-
-@dataclass(frozen=True)
-class Batch:
-    """How many examples a batch has, of how many, its first, statistics are taken, and in which precision."""
-
-    size: int
-    kept: int
-    dtype: torch.dtype
-
-    def first(self, tensor: Tensor, dim: int) -> Tensor:
-        """The part of the examples kept, in the statistics' precision; `dim` may be folded with positions after it."""
-        if self.kept < self.size:
-            tensor = tensor.narrow(dim, 0, self.kept * (tensor.shape[dim] // self.size))
-        return self.precise(tensor)
-
-    def precise(self, tensor: Tensor) -> Tensor:
-        """In the statistics' precision, unless it counts something."""
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
-
-
-def arrange(tensor: Tensor, batch: Batch, unit: Unit) -> Tensor:
-    """`[*replicas, ..., features]` with the batch somewhere in front, as `[*replicas, kept, shared, features]`.
-
-    Dimension 0 is the batch, except inside a Transformer layer that says otherwise; where its size disagrees,
-    dimension 1 is tried, then a batch folded with positions into one dimension.
-    """
-    lead = len(unit.replicas)
-    sizes = tensor.shape[lead:-1]
-    if not sizes and batch.size == 1:
-        return batch.precise(tensor).reshape(*tensor.shape[:-1], 1, 1, tensor.shape[-1])
-    if len(sizes) > 1 and sizes[1] == batch.size and (unit.sequence_first or sizes[0] != batch.size):
-        return batch.first(tensor, lead + 1).transpose(lead, lead + 1).flatten(lead + 1, -2)
-    if sizes and sizes[0] == batch.size:
-        tensor = batch.first(tensor, lead)
-        return tensor.unsqueeze(-2) if len(sizes) == 1 else tensor.flatten(lead + 1, -2)
-    if sizes and batch.size and sizes[0] % batch.size == 0:
-        return batch.first(tensor, lead).reshape(*tensor.shape[:lead], batch.kept, -1, tensor.shape[-1])
-    raise ValueError(
-        f"layer {unit.name!r} saw a tensor of shape {tuple(tensor.shape)} while the loss has a batch of {batch.size}: "
-        "its per-example gradients are not defined. Give the layer inputs with the batch in front, or freeze it."
-    )
-
-
-def _matrix_unit(
+def matrix_units(
     name: str, module: nn.Module, trainable: frozenset[str], outputs: int, inputs: int, **more: Any
 ) -> list[Unit]:
-    """The matrix [W | b] of a module with `weight` and `bias`, of which either may be frozen."""
+    """The matrix [W | b] of a module with `weight` and `bias`, as the one unit of a layer; either may be frozen.
+
+    Empty where neither is in `trainable`. `more` are further fields of the unit.
+    """
     columns = inputs if "weight" in trainable else 0
     constant = "bias" in trainable
     if not columns and not constant:
@@ -110,8 +36,10 @@ def _matrix_unit(
     return [Unit(name or layer, "matrix", outputs, columns + constant, tuple(slots), layer, constant=constant, **more)]
 
 
-def _linear_units(name: str, module: nn.Linear, trainable: frozenset[str]) -> list[Unit]:
-    return _matrix_unit(name, module, trainable, module.out_features, module.in_features, chainable=True)
+def linear_units(name: str, module: Any, trainable: frozenset[str]) -> list[Unit]:
+    """The unit of y = W x + b, for a `weight` of shape `[out, in]`."""
+    outputs, inputs = module.weight.shape
+    return matrix_units(name, module, trainable, outputs, inputs, chainable=True)
 
 
 def observe_linear(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, batch: Batch) -> Pass:
@@ -120,11 +48,11 @@ def observe_linear(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, ba
     return MatrixPass(arrange(activations, batch, unit), arrange(gradient, batch, unit), unit.constant)
 
 
-register(nn.Linear)(Layer(_linear_units, observe_linear))
+register_layer(nn.Linear, Layer(linear_units, observe_linear, builtin=True))
 
 
 def _replicated_units(name: str, module: ReplicatedLinear, trainable: frozenset[str]) -> list[Unit]:
-    return _matrix_unit(
+    return matrix_units(
         name,
         module,
         trainable,
@@ -140,12 +68,12 @@ def _observe_replicated(unit: Unit, module: ReplicatedLinear, inputs: Tensor, gr
     return observe_linear(unit, module, inputs, gradient, batch)
 
 
-register(ReplicatedLinear)(Layer(_replicated_units, _observe_replicated))
+register_layer(ReplicatedLinear, Layer(_replicated_units, _observe_replicated, builtin=True))
 
 
 def _conv_units(name: str, module: Any, trainable: frozenset[str]) -> list[Unit]:
     inputs = module.in_channels // module.groups * math.prod(module.kernel_size)
-    return _matrix_unit(name, module, trainable, module.out_channels // module.groups, inputs, groups=module.groups)
+    return matrix_units(name, module, trainable, module.out_channels // module.groups, inputs, groups=module.groups)
 
 
 def _observe_conv(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, batch: Batch) -> Pass:
@@ -167,15 +95,18 @@ def _observe_conv(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, bat
         activations, gradient = (t.unflatten(0, (examples, -1)).flatten(1, 2) for t in (activations, gradient))
     if groups == 1:
         return MatrixPass(activations, gradient, unit.constant)
-    # The channels of a group are consecutive in both, so a group is a leading dimension.
+    # The channels of a group are adjacent in both, so groups become a leading dimension.
     activations, gradient = (t.unflatten(-1, (groups, -1)).movedim(-2, 0) for t in (activations, gradient))
     return MatrixPass(activations, gradient, unit.constant, grouped=True)
 
 
-register(nn.Conv1d, nn.Conv2d, nn.Conv3d)(Layer(_conv_units, _observe_conv))
+_kind: type[nn.Module]
+for _kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+    register_layer(_kind, Layer(_conv_units, _observe_conv, builtin=True))
 
 
-def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+def check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    """Raise ValueError for options whose gradients are not sums over examples."""
     if module.sparse or module.max_norm is not None or module.scale_grad_by_freq:
         raise ValueError(
             f"embedding {name!r}: sparse, max_norm and scale_grad_by_freq are not supported; switch them off"
@@ -185,7 +116,7 @@ def _check_embedding(name: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
 def _embedding_units(name: str, module: nn.Embedding, trainable: frozenset[str]) -> list[Unit]:
     if "weight" not in trainable:
         return []
-    _check_embedding(name, module)
+    check_embedding(name, module)
     slot = Slot(f"{name}.weight" if name else "weight", 0, module.embedding_dim)
     return [Unit(name or "Embedding", "embedding", module.num_embeddings, module.embedding_dim, (slot,), "Embedding")]
 
@@ -201,7 +132,7 @@ def _observe_embedding(unit: Unit, module: nn.Embedding, inputs: Tensor, gradien
 
 
 def unbatched(module: nn.Module, inputs: Tensor, batch: int) -> bool:
-    """Whether this is a table of positions, looked up once for all examples, whose gradients come summed over them."""
+    """Whether this is a table of positions, looked up once for all examples: its gradients are summed over examples."""
     return perhaps_summed(module, inputs) and batch not in (inputs.shape[0], inputs.shape[-1])
 
 
@@ -210,7 +141,7 @@ def perhaps_summed(module: nn.Module, inputs: Tensor) -> bool:
     return isinstance(module, nn.Embedding) and (inputs.dim() == 1 or (inputs.dim() == 2 and inputs.shape[0] == 1))
 
 
-register(nn.Embedding)(Layer(_embedding_units, _observe_embedding))
+register_layer(nn.Embedding, Layer(_embedding_units, _observe_embedding, builtin=True))
 
 
 def _norm_units(name: str, module: nn.Module, trainable: frozenset[str]) -> list[Unit]:
@@ -219,7 +150,7 @@ def _norm_units(name: str, module: nn.Module, trainable: frozenset[str]) -> list
         return []
     prefix = f"{name}." if name else ""
     size = getattr(module, held[0]).numel()
-    # The prior of a scale is centred on 1, where the layer starts.
+    # The prior of a scale is centred on 1, its initial value.
     slots = tuple(
         Slot(f"{prefix}{part}", column, column + 1, centre=float(part == "weight")) for column, part in enumerate(held)
     )
@@ -241,7 +172,7 @@ def _observe_features_last(unit: Unit, module: Any, inputs: Tensor, gradient: Te
 
 
 def _running(module: Any, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-    """Running statistics, where there are any, in the statistics' precision."""
+    """Running statistics, if there are any, in the statistics' type."""
     mean, variance = module.running_mean, module.running_var
     return (None, None) if mean is None else (batch.precise(mean), batch.precise(variance))
 
@@ -262,68 +193,9 @@ def _observe_channels_first(unit: Unit, module: Any, inputs: Tensor, gradient: T
     )
 
 
-register(nn.LayerNorm, nn.RMSNorm)(Layer(_norm_units, _observe_features_last))
-register(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm)(Layer(_norm_units, _observe_channels_first))
-register(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)(Layer(_norm_units, _observe_channels_first))
-
-
-def find_units(model: nn.Module) -> tuple[list[Unit], dict[nn.Module, list[Unit]]]:
-    """Every trainable parameter in exactly one unit, in the order of the modules; and the units of each layer.
-
-    A parameter that several layers share, or that no registered layer owns, becomes a unit of its own without
-    structure, with a note that says why.
-    """
-    owners: dict[int, list[str]] = {}
-    for module_name, module in model.named_modules():
-        for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(id(parameter), []).append(f"{module_name}.{own}" if module_name else own)
-
-    sequence_first = tuple(
-        f"{name}."
-        for name, module in model.named_modules()
-        if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
-        and not module.self_attn.batch_first
-    )
-    units: list[Unit] = []
-    layers: dict[nn.Module, list[Unit]] = {}
-    covered: set[int] = set()
-    inside: str | None = None  # the parts of a registered layer (attention's out_proj) are that layer's business
-    for module_name, module in model.named_modules():
-        layer = None if inside is not None and module_name.startswith(inside) else find_layer(module)
-        if layer is not None:
-            inside = f"{module_name}." if module_name else ""
-            own_parameters = dict(module.named_parameters())
-            trainable = {
-                own: parameter
-                for own, parameter in own_parameters.items()
-                if parameter.requires_grad and len(owners[id(parameter)]) == 1
-            }
-            found = layer.units(module_name, module, frozenset(trainable))
-            # Attention knows its own order of dimensions.
-            swapped = module_name.startswith(sequence_first) and not isinstance(module, nn.MultiheadAttention)
-            layers[module] = [replace(unit, sequence_first=swapped) for unit in found]
-            units += layers[module]
-            held = {slot.parameter for unit in layers[module] for slot in unit.slots}
-            covered |= {id(parameter) for own, parameter in trainable.items() if inside + own in held}
-        for parameter in module.parameters(recurse=False):
-            if parameter.requires_grad and id(parameter) not in covered:
-                covered.add(id(parameter))
-                units.append(_other_unit(owners[id(parameter)], parameter, module))
-    return units, layers
-
-
-def _other_unit(owners: list[str], parameter: Tensor, module: nn.Module) -> Unit:
-    layer = type(module).__name__
-    if isinstance(module, nn.EmbeddingBag):
-        _check_embedding(owners[0].rpartition(".")[0], module)
-    if len(owners) > 1:
-        note = f"shared by {', '.join(owners)}"
-    elif find_layer(module) is not None:
-        note = f"no structure known for this parameter of {layer}"
-    elif any(kind in REGISTRY for kind in type(module).__mro__):
-        note = f"{layer} has a forward of its own: register it to give it structure"
-    else:
-        note = f"no structure known for {layer}"
-    scale = isinstance(module, nn.modules.batchnorm._NormBase) and owners[0].endswith("weight")  # SyncBatchNorm
-    slot = Slot(owners[0], 0, 1, centre=float(scale))
-    return Unit(owners[0], "other", parameter.numel(), 1, (slot,), layer, note=note)
+for _kind in (nn.LayerNorm, nn.RMSNorm):
+    register_layer(_kind, Layer(_norm_units, _observe_features_last, builtin=True))
+for _kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm):
+    register_layer(_kind, Layer(_norm_units, _observe_channels_first, builtin=True))
+for _kind in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d):
+    register_layer(_kind, Layer(_norm_units, _observe_channels_first, builtin=True))

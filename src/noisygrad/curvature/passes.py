@@ -1,15 +1,13 @@
-"""What one pass through a layer says about its per-example gradients.
+"""One pass through a layer: its per-example gradients, their moments and squares.
 
-Every layer reaches the core in one layout, `[..., batch, shared, features]`: `shared` are the positions of a
+All layers have one layout, `[..., batch, shared, features]`: `shared` are the positions of a
 convolution or a sequence, or the several calls of one layer in a forward pass; `...` are replicas, then groups. A pass
 answers two questions, row by row of its unit's weights: the per-example gradients (`rows`) and the sums of their
-squares (`square_sums`). The gradients are those of the *summed* loss, so that no batch size hides in them.
+squares (`square_sums`). The gradients are of the *summed* loss, so they are not divided by a batch size.
 """
 
 from __future__ import annotations
 
-import math
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,123 +19,51 @@ from torch import Tensor
 from noisygrad.families import kronecker, packed
 from noisygrad.families.base import Statistics, joined
 from noisygrad.families.units import Unit
-from noisygrad.kernels import products, squares
-from noisygrad.kernels.factorisation import capturing
+from noisygrad.kernels import squares
 from noisygrad.kernels.products import second_moment
-
-CHUNK = {"cpu": 1 << 22, "cuda": 1 << 24}
-"""Per-example gradients, and patches, are made of at most this many numbers at a time: what fits a cache, or what keeps
-a GPU busy."""
-
-CACHE = 1 << 19
-"""The same on a CPU where the matrices are made in one place: what its cache holds."""
-
-_PLACES = threading.local()
-
-_PAIRS: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor, Tensor]] = {}
-
-MANY = 16
-"""From so many small matrices on, they are summed by one operation."""
-
-FEW_POSITIONS = 4
-"""Up to so many positions, products over pairs of them are cheaper than per-example matrices."""
+from noisygrad.kernels.squared_products import sum_of_squared_products, sum_of_squares_in_basis
 
 
-def chunk_size(device: torch.device, numbers: int) -> int:
-    """How many examples are worked on at a time, where each takes so many numbers."""
-    return max(1, CHUNK.get(device.type, CHUNK["cuda"]) // max(1, numbers))
+@dataclass(frozen=True)
+class Batch:
+    """The batch of a loss: how many examples it has, how many of the first are kept for statistics, in which type."""
+
+    size: int
+    kept: int
+    dtype: torch.dtype
+
+    def first(self, tensor: Tensor, dim: int) -> Tensor:
+        """The kept examples, in the statistics' type; `dim` may be the batch folded with positions after it."""
+        if self.kept < self.size:
+            tensor = tensor.narrow(dim, 0, self.kept * (tensor.shape[dim] // self.size))
+        return self.precise(tensor)
+
+    def precise(self, tensor: Tensor) -> Tensor:
+        """The tensor in the statistics' type, if it is floating point."""
+        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
 
-def sum_of_squared_products(outputs: Tensor, inputs: Tensor) -> Tensor:
-    """Σ_b (Σ_t g aᵀ)² for outputs `[..., B, T, p]` and inputs `[..., B, T, q]`: `[..., p, q]`."""
-    positions = outputs.shape[-2]
-    if positions == 1:
-        # (g aᵀ)² = g² (a²)ᵀ: no per-example matrix is needed.
-        return products.matmul(outputs.squeeze(-2).square().mT, inputs.squeeze(-2).square())
-    if positions <= FEW_POSITIONS:
-        return _by_pairs(outputs, inputs)
-    if outputs.device.type == "cpu" and outputs.dim() == 3:
-        return _in_cache(outputs, inputs)
-    batch, features = inputs.shape[-3], inputs.shape[-1]
-    size = chunk_size(outputs.device, math.prod(inputs.shape[:-3]) * features * outputs.shape[-1])
-    multiply = torch.bmm if outputs.dim() == inputs.dim() == 3 else torch.matmul
-    if size >= batch:
-        return sum_of_squares(multiply(outputs.mT, inputs), -3)
-    total = outputs.new_zeros(())
-    for g, a in zip(outputs.split(size, dim=-3), inputs.split(size, dim=-3), strict=True):
-        total = total + sum_of_squares(multiply(g.mT, a), -3)
-    return total
+def arrange(tensor: Tensor, batch: Batch, unit: Unit) -> Tensor:
+    """`[*replicas, ..., features]` with the batch somewhere in front, as `[*replicas, kept, shared, features]`.
 
-
-def _by_pairs(outputs: Tensor, inputs: Tensor) -> Tensor:
-    """Σ_b (Σ_t g a)² = Σ_{t ≤ t'} (1 or 2) (g_t g_t')(a_t a_t'): one product of matrices, for few positions."""
-    first, second, twice = _pairs(outputs.shape[-2], outputs)
-    g = outputs.index_select(-2, first) * outputs.index_select(-2, second) * twice
-    a = inputs.index_select(-2, first) * inputs.index_select(-2, second)
-    return products.matmul(g.flatten(start_dim=-3, end_dim=-2).mT, a.flatten(start_dim=-3, end_dim=-2))
-
-
-def _pairs(positions: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The positions t ≤ t' of each pair, and how often it counts, `[pairs, 1]`."""
-    key = (positions, like.dtype, like.device)
-    if (known := _PAIRS.get(key)) is not None:
-        return known
-    # What is made while a graph is recorded has no numbers yet: others must not find it.
-    recorded = capturing()
-    first, second = torch.triu_indices(positions, positions, device=like.device if recorded else "cpu")
-    twice = (1.0 + (first != second)).to(like.dtype).unsqueeze(-1)
-    pairs = first.to(like.device), second.to(like.device), twice.to(like.device)
-    return pairs if recorded else _PAIRS.setdefault(key, pairs)
-
-
-def scratch_buffer(count: int, dtype: torch.dtype) -> Tensor:
-    """Memory for so many numbers, the same at every call in a thread, so that it stays mapped; it is never given back.
-
-    Small places stay in the cache, too.
+    Dimension 0 is the batch, except inside a Transformer layer that says otherwise; where its size disagrees,
+    dimension 1 is tried, then a batch folded with positions into one dimension.
     """
-    kept: dict[torch.dtype, Tensor] = _PLACES.__dict__.setdefault("kept", {})
-    if dtype not in kept or kept[dtype].numel() < count:
-        with torch.inference_mode(False):  # else it could not be written to outside
-            kept[dtype] = torch.empty(max(count, CACHE), dtype=dtype, device="cpu")
-    return kept[dtype][:count]
-
-
-def _in_cache(outputs: Tensor, inputs: Tensor) -> Tensor:
-    """On a CPU memory is the limit: a few per-example matrices at a time, always made in the same place, are squared.
-
-    Fresh memory for each of them would cost more than the products.
-    """
-    total = outputs.new_zeros(outputs.shape[-1], inputs.shape[-1])
-    rows = max(1, CACHE // max(1, inputs.shape[-1]))
-    for panel, g in zip(total.split(rows), outputs.split(rows, dim=-1), strict=True):
-        size = min(len(g), max(1, CACHE // max(1, panel.numel())))
-        place = scratch_buffer(size * panel.numel(), panel.dtype).view(size, *panel.shape)
-        for some, a in zip(g.split(size), inputs.split(size), strict=True):
-            matrices = torch.bmm(some.mT, a, out=place[: len(some)])
-            if size >= MANY:
-                panel.add_(sum_of_squares(matrices, 0))
-                continue
-            for matrix in matrices:
-                panel.addcmul_(matrix, matrix)
-    return total
-
-
-def add_squares_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total + Σ_b (L Rᵀ)² in place, `[m, n]`, by oneDNN, for factors `[B, m, T]` and `[B, n, T]` without gaps.
-
-    It is fastest with the larger factor on the left, and a right one that lies column by column.
-    """
-    multiply = products.onednn()
-    assert multiply is not None
-    for rows, columns in zip(left.unbind(), right.unbind(), strict=True):
-        matrix = multiply(rows, columns)
-        total.addcmul_(matrix, matrix)
-
-
-def sum_of_squares(tensor: Tensor, dim: int) -> Tensor:
-    """On a GPU by a norm, one pass over the tensor; on a CPU norms over a leading dimension are slow. Overwrites it."""
-    norm: Tensor = torch.linalg.vector_norm(tensor, dim=dim) if tensor.is_cuda else tensor.mul_(tensor).sum(dim=dim)
-    return norm.square() if tensor.is_cuda else norm
+    lead = len(unit.replicas)
+    sizes = tensor.shape[lead:-1]
+    if not sizes and batch.size == 1:
+        return batch.precise(tensor).reshape(*tensor.shape[:-1], 1, 1, tensor.shape[-1])
+    if len(sizes) > 1 and sizes[1] == batch.size and (unit.sequence_first or sizes[0] != batch.size):
+        return batch.first(tensor, lead + 1).transpose(lead, lead + 1).flatten(lead + 1, -2)
+    if sizes and sizes[0] == batch.size:
+        tensor = batch.first(tensor, lead)
+        return tensor.unsqueeze(-2) if len(sizes) == 1 else tensor.flatten(lead + 1, -2)
+    if sizes and batch.size and sizes[0] % batch.size == 0:
+        return batch.first(tensor, lead).reshape(*tensor.shape[:lead], batch.kept, -1, tensor.shape[-1])
+    raise ValueError(
+        f"layer {unit.name!r} saw a tensor of shape {tuple(tensor.shape)} while the loss has a batch of {batch.size}: "
+        "its per-example gradients are not defined. Give the layer inputs with the batch in front, or freeze it."
+    )
 
 
 class Pass(ABC):
@@ -150,14 +76,14 @@ class Pass(ABC):
     @property
     @abstractmethod
     def examples(self) -> int:
-        """How many there are."""
+        """How many examples it has."""
 
     def square_sums(self) -> list[Tensor]:
         """The sum over the batch of their squares, in pieces `[*replicas, ...]` that make up `[*replicas, n]`."""
         return [self.rows().square().sum(dim=-2)]
 
     def layout_squares(self, unit: Unit) -> list[Tensor]:
-        """The same pieces as the numbers of this pass's unit lie."""
+        """The pieces of `square_sums` in the unit's own order of memory."""
         sums = self.square_sums()
         return [unit.to_memory(joined(sums))] if unit.has_custom_layout else sums
 
@@ -166,16 +92,16 @@ class Pass(ABC):
         return joined(self.square_sums()) / self.examples
 
     def carried(self) -> dict[str, Tensor]:
-        """What it was made from, under `inputs` and `gradients`: where a number that is not finite can come from.
+        """The `inputs` and `gradients` it was made from: where a number that is not finite can come from.
 
-        Nothing, where its place in the forward pass is not known.
+        Empty where the place in the forward pass is not known.
         """
         return {}
 
     @classmethod
     @abstractmethod
     def joined(cls, passes: Sequence[Self]) -> Pass:
-        """Several calls of one layer as one pass: their gradients add up within an example."""
+        """One pass for several calls of one layer, whose gradients add up within an example."""
 
 
 @dataclass
@@ -183,7 +109,7 @@ class MatrixPass(Pass):
     """A layer whose output is W a (+ b): activations `[..., B, T, in]`, output gradients `[..., B, T, out]`.
 
     `grouped` says that the last of the leading dimensions counts the groups of a convolution; `constant` that the
-    matrix is [W | b], its last column fed by a constant 1 which the activations leave out.
+    matrix is [W | b], whose last column multiplies a constant 1 that the activations leave out.
     """
 
     activations: Tensor
@@ -220,7 +146,7 @@ class MatrixPass(Pass):
         return second_moment(self.gradients, self.gradients, False, False) * self.gradients.shape[-2]
 
     def moments(self) -> Statistics:
-        """A and S of a Kronecker block, as they are kept."""
+        """A and S of a Kronecker block, in the form in which they are stored."""
         return packed.pack_statistics(kronecker.Statistics(self.input_moment(), self.output_moment()))
 
     def square_sums(self) -> list[Tensor]:
@@ -230,15 +156,24 @@ class MatrixPass(Pass):
         return self._pieces(self._squared_products(), bias)
 
     def _by_kernel(self) -> Tensor | None:
-        """All pieces as one, if there is a kernel for it."""
+        """All pieces as one tensor, by a GPU kernel, if there is one for this pass."""
         g = self.gradients
         if g.dim() != 3 or not squares.applies(g, g.shape[1]):
             return None
         return squares.of_sequences(g, self.activations, self.constant)
 
     def _squared_products(self) -> Tensor:
-        """The part of the weights, `[..., out, in]`."""
+        """The sums of squares of the weights without the constant, `[..., out, in]`."""
         return sum_of_squared_products(self.gradients, self.activations)
+
+    def squares_in_basis(self, left: Tensor, right: Tensor) -> Tensor:
+        """Σ_b (Lᵀ G_b V)² for the per-example gradients G_b = Σ_t g_t a_tᵀ, `[..., out, in (+ 1)]`.
+
+        Args:
+            left: L, the basis of the outputs, `[..., out, out]`.
+            right: V, the basis of the inputs, `[..., in (+ 1), in (+ 1)]`; the last row is the constant's, if any.
+        """
+        return sum_of_squares_in_basis(self.gradients, self.activations, left, right, self.constant)
 
     @classmethod
     def joined(cls, passes: Sequence[MatrixPass]) -> Pass:
@@ -312,8 +247,8 @@ class EmbeddingPass(Pass):
         return (example * self.entries + self.indices).flatten()
 
     def square_sums(self) -> list[Tensor]:
-        # An entry that occurs twice in an example has the *sum* of both gradients, squared. Equal keys are brought
-        # together by sorting, so that no [batch, entries, features] table is made and nothing waits for the device.
+        # An entry that occurs twice in an example has the square of the *sum* of both gradients. Sorting makes equal
+        # keys adjacent, so that no [batch, entries, features] table is made and nothing waits for the device.
         features = self.gradients.shape[-1]
         keys, order = self._keys().sort()
         segment = torch.cat([keys.new_zeros(1), (keys.diff() != 0).cumsum(0)])
@@ -334,9 +269,9 @@ class EmbeddingPass(Pass):
 
 @dataclass
 class SummedPass(Pass):
-    """A parameter of unknown use: only the gradient summed over the batch, each example's with a random sign.
+    """A parameter whose use is unknown: only the gradient summed over the batch, each example's with a random sign.
 
-    Signs make the square of the sum an unbiased estimate of the sum of squares, because cross terms average out.
+    With signs the square of the sum is an unbiased estimate of the sum of squares, because cross terms average out.
     """
 
     gradient: Tensor

@@ -1,12 +1,12 @@
-"""Statistics of each layer as soon as its output gradient is there, on a GPU: that gradient need not be kept.
+"""Statistics of each layer as soon as its output gradient is known, so that no gradient is kept in a GPU's memory.
 
-All output gradients of a deep network together are as large as its activations. So a hook on the place of the graph
-where a layer's output was made takes what the layer's block wants to know of it, and only that is kept: by the diagonal
-family and by Kronecker blocks; others need all layers together. The backward pass is asked for the gradients of the few
-layers alone that no other layer comes before, and of those that need all their calls together.
+All output gradients of a deep network together are as large as its activations. So a hook on the graph node of a
+layer's output computes what the layer's block needs of the gradient, and only that is kept: for the diagonal family and
+for Kronecker blocks; other families need all layers together. Only the gradients of layers that come first in the
+network, and of layers that were called several times, are returned by the backward pass itself.
 
-A hook that a user has put on such a place (`grad_fn.register_prehook`) comes first, so what it changes is changed in
-the statistics too. Hooks on tensors and modules make no difference.
+A hook that a user has put on such a node (`grad_fn.register_prehook`) runs first, so what it changes is changed in the
+statistics, too. Hooks on tensors and modules make no difference.
 """
 
 from __future__ import annotations
@@ -27,71 +27,71 @@ from noisygrad.families.base import Statistics
 from noisygrad.families.units import Unit
 
 DEVICES = {"cuda"}
-"""Where memory is scarce. A CPU takes the layers side by side, for which it needs them all."""
+"""Types of devices with scarce memory. A CPU works on several layers in parallel, for which it needs them all."""
 
 Summarise: TypeAlias = Callable[[Unit, Pass], Pass]
 
 
 @dataclass
-class Summary(Pass):
-    """What is left of a pass: sums over its examples."""
+class PassSummary(Pass):
+    """The sums over examples that a block needs of a pass, in place of the pass."""
 
     count: int
     sizes: dict[str, Tensor]
-    """For what it carried numbers of which some are not finite if some of that was not, or if squares of it are too
-    large: `optim.finite.FiniteTrace` asks for nothing else. The inputs themselves, until `let_go`."""
+    """For `inputs` and `gradients`, numbers that are not all finite if the pass's own were not, or if their squares
+    overflow: `optim.finite.FiniteTrace` needs nothing else. The inputs themselves, until `release_inputs`."""
 
-    def let_go(self, others: Sequence[Tensor]) -> None:
-        """Keep but the sum of the inputs, unless they are among tensors that others keep."""
+    def release_inputs(self, others: Sequence[Tensor]) -> None:
+        """Keep only the sum of the inputs, unless one of these tensors keeps them in memory anyway."""
         inputs = self.sizes.get("inputs")
-        if inputs is not None and _place(inputs) not in map(_place, others):
+        if inputs is not None and _storage(inputs) not in map(_storage, others):
             self.sizes["inputs"] = inputs.sum()
 
     @property
     def examples(self) -> int:
-        """How many there were."""
+        """How many examples the pass had."""
         return self.count
 
     def rows(self) -> Tensor:
-        """None are left."""
-        raise TypeError("of a summary no per-example gradients are left")
+        """Raises TypeError: a summary has no per-example gradients."""
+        raise TypeError("a summary of a pass has no per-example gradients")
 
     def carried(self) -> dict[str, Tensor]:
-        """What stands for it."""
+        """The numbers that stand for the inputs and gradients."""
         return self.sizes
 
     @classmethod
     def joined(cls, passes: Sequence[Pass]) -> Pass:
-        """Too late."""
+        """Raises TypeError: several calls are joined before."""
         raise TypeError("the calls of a layer are joined before they are summarised")
 
 
 @dataclass
-class SquareSummary(Summary):
-    """Sums of squares, for a diagonal, as the numbers of a unit lie: `layout_squares` is all that it answers."""
+class SquareSummary(PassSummary):
+    """Sums of squares for a diagonal, in the unit's own order of memory; only `layout_squares` is defined."""
 
     sums: list[Tensor]
 
     @classmethod
     def of(cls, one: Pass, unit: Unit) -> SquareSummary:
-        """That of a pass through a unit."""
+        """The summary of a pass through a unit."""
         sums = one.layout_squares(unit)
         return cls(one.examples, _sizes(one, sums), sums)
 
     def layout_squares(self, unit: Unit) -> list[Tensor]:
-        """In pieces, as the pass had them."""
+        """The sums of squares, in the pieces of the pass."""
         return self.sums
 
 
 @dataclass
-class MomentSummary(Summary):
+class MomentSummary(PassSummary):
     """A and S, for a Kronecker product."""
 
     kept: Statistics
 
     @classmethod
     def of(cls, one: MatrixPass) -> MomentSummary:
-        """That of a pass."""
+        """The summary of a pass."""
         moments = one.moments()
         _, outputs = moments.diagonals()  # type: ignore[attr-defined]
         return cls(one.examples, _sizes(one, [outputs]), moments)
@@ -102,27 +102,27 @@ class MomentSummary(Summary):
 
 
 def _sizes(one: Pass, squares: Sequence[Tensor]) -> dict[str, Tensor]:
-    """What is wrong with the gradients is seen in their squares, which are fewer, and kept in any case."""
+    """The inputs, and for the gradients their squares: these show what is not finite, are smaller, and kept anyway."""
     seen = squares[0] if len(squares) == 1 else torch.stack([piece.sum() for piece in squares])
     return {kind: tensor if kind == "inputs" else seen for kind, tensor in one.carried().items()}
 
 
-def _place(tensor: Tensor) -> int:
+def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
 def hookable(records: Sequence[Record]) -> list[bool]:
-    """Which of the calls need not be asked for: those on the way to another, of layers that were called once."""
+    """Which calls get their gradient in a hook: those between the loss and another call, of layers called once."""
     nodes, dead_ends = {record.edge.node for record in records}, set[Node]()
     calls = Counter(record.unit.name for record in records)
     return [calls[record.unit.name] == 1 and reaches(record.edge.node, nodes, dead_ends) for record in records]
 
 
 def reaches(start: Node, targets: set[Node], dead_ends: set[Node]) -> bool:
-    """Whether there is a target behind `start`; if not, all that is behind it is added to `dead_ends`."""
+    """Whether `start` depends on a target; if not, all nodes that it depends on are added to `dead_ends`."""
     stack, seen = [start], set[Node]()
     while stack:
-        # The first input is usually a layer's input, the others are parameters: it is followed first.
+        # The first input is usually a layer's input and the others are parameters, so it is followed first.
         for following, _ in reversed(stack.pop().next_functions):
             if following in targets:
                 return True
@@ -135,7 +135,7 @@ def reaches(start: Node, targets: set[Node], dead_ends: set[Node]) -> bool:
 
 @contextmanager
 def gradient_hooks(records: Sequence[Record], take: Callable[[Record, Tensor], None]) -> Iterator[None]:
-    """Inside, a backward pass hands each record to `take`, with its output gradient."""
+    """Inside, a backward pass calls `take` with each record and its output gradient."""
 
     def hook(record: Record) -> Callable[[tuple[Tensor | None, ...]], None]:
         def receive(gradients: tuple[Tensor | None, ...]) -> None:

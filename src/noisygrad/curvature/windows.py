@@ -1,8 +1,7 @@
-"""Where the kernel of a convolution lies on its images: patches, windows and axes."""
+"""Which pixels of its images the kernel of a convolution sees: patches, windows and axes."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -12,23 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from noisygrad.kernels import squares
+from noisygrad.kernels.unfold import unfold
 
 
 def patches(module: Any, inputs: Tensor) -> Tensor:
     """The input patch under each output position, `[B, positions, channels · kernel]`, in the order of the weight."""
-    kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
-    inputs = _padded(module, inputs)
-    if len(kernel) == 2 and inputs.device.type == "cpu":  # on a GPU it would be one launch for each image
-        return F.unfold(inputs, kernel, dilation=dilation, stride=stride).mT
-    (batch, channels, *sizes), (next_image, next_channel, *next_pixel) = inputs.shape, inputs.stride()
-    axes = zip(sizes, kernel, stride, dilation, strict=True)
-    positions = [(size - gap * (taps - 1) - 1) // step + 1 for size, taps, step, gap in axes]
-    next_position = [pixel * step for pixel, step in zip(next_pixel, stride, strict=True)]
-    next_tap = [pixel * gap for pixel, gap in zip(next_pixel, dilation, strict=True)]
-    windows = inputs.as_strided(
-        (batch, *positions, channels, *kernel), (next_image, *next_position, next_channel, *next_tap)
-    )
-    return windows.reshape(batch, math.prod(positions), channels * math.prod(kernel))
+    return unfold(_padded(module, inputs), module.kernel_size, module.stride, module.dilation)
 
 
 def _padded(module: Any, inputs: Tensor) -> Tensor:
@@ -50,7 +38,7 @@ def two_axes(module: Any, images: Tensor) -> tuple[Tensor, squares.Window]:
 def _window(
     kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...], padding: tuple[int, ...] | None
 ) -> squares.Window:
-    """What a convolution of one or two axes sees, given the zeros on both ends of each axis, the last axis first."""
+    """The window of a convolution, given the zeros at both ends of each axis, the last axis first."""
     before = (0,) * len(kernel) if padding is None else padding[::2][::-1]
     axes = list(zip(kernel, stride, dilation, before, strict=True))
     down, across = axes if len(axes) == 2 else ((1, 1, 1, 0), *axes)
@@ -68,13 +56,13 @@ class Axis:
     dilation: int
 
     def window(self, *taps: int) -> tuple[int, int]:
-        """The output positions [start, stop) at which all these taps lie on the image; empty ones have stop = start."""
+        """The output positions [start, stop) at which all these taps are on the image; none where stop = start."""
         places = [self.dilation * tap - self.before for tap in taps]
         start = max(0, *(-place for place in places))
         return start, max(start, min(self.outputs, *(self.size - place for place in places)))
 
     def under(self, tap: int) -> slice:
-        """The pixels that a tap sees."""
+        """The pixels that a tap multiplies."""
         place = self.dilation * tap - self.before
         start, stop = self.window(tap)
         return slice(start + place, stop + place)
@@ -85,7 +73,7 @@ class Axis:
         return self.outputs + self.dilation * (self.kernel - 1) - self.size - self.before
 
     def pairs(self) -> dict[int, dict[tuple[int, int], list[tuple[int, int]]]]:
-        """For each shift between two taps, and each range of pixels of the first that they visit, those taps."""
+        """The pairs of taps by the shift between them, then by the range of pixels that the first of them visits."""
         found: dict[int, dict[tuple[int, int], list[tuple[int, int]]]] = {}
         for first, second in product(range(self.kernel), repeat=2):
             start, stop = self.window(first, second)

@@ -23,13 +23,13 @@ from torch.func import functional_call
 
 from noisygrad.estimators.plan import Plan
 from noisygrad.estimators.tables import checked_inputs, moments
+from noisygrad.kernels.threads import one_thread
 from noisygrad.likelihoods import Categorical, Gaussian, Likelihood
 from noisygrad.networks import MLP
 from noisygrad.optim import NoisyAdam, NoisyBlockTridiagonal, NoisyFull, NoisyKFAC, NoisyOptimizer
 from noisygrad.posterior import Posterior
 from noisygrad.predictions import CategoricalPrediction, RegressionPrediction
 from noisygrad.training import CosineDecay, train
-from noisygrad.training.threads import one_thread
 
 Floats = NDArray[np.float64]
 PosteriorName = Literal["diagonal", "kronecker", "tridiagonal", "full"]

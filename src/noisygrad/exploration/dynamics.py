@@ -25,12 +25,12 @@ from noisygrad.exploration.recording import Transitions
 from noisygrad.exploration.replay import ReplayPool, Scale
 from noisygrad.exploration.sensitivity import Sensitivity, perceptron_sensitivities
 from noisygrad.families import diagonal, kronecker
+from noisygrad.kernels.threads import one_thread
 from noisygrad.likelihoods import Gaussian
 from noisygrad.replicas.engine import ReplicaGenerators
 from noisygrad.replicas.noisy import NoisyLearner, NoisySettings
 from noisygrad.replicas.perceptrons import Perceptrons
 from noisygrad.replicas.variational import VariationalLearner
-from noisygrad.training.threads import one_thread
 from noisygrad_paper.baselines.bbb import BBB, BBBSettings
 
 Array = NDArray[np.float64]

@@ -1,7 +1,7 @@
-"""A unit: the matrix that holds one layer's trainable weights, or a part of them, and where each parameter lies in it.
+"""A unit: the matrix that holds one layer's trainable weights, or a part of them, and where each parameter is in it.
 
 A flat vector holds unit after unit and, of each, slot after slot, so that every parameter is one piece of memory: row
-by row, or as the parameter itself lies in its own memory (`Slot.memory_layout`).
+by row, or in the parameter's own order of memory (`Slot.memory_layout`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Slot:
     rows: tuple[int, int] | None = None
     centre: float = 0.0
     memory_layout: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    """Shape and strides of the parameter, where its numbers lie in the flat vector as they do in its own memory."""
+    """Shape and strides of the parameter, if the flat vector holds its numbers in the parameter's order of memory."""
 
     @cached_property
     def channels_last(self) -> bool:
-        """Whether it is a convolution's weight of which all channels of a tap lie side by side."""
+        """Whether it is a convolution's weight in channels-last order: the channels of a tap are adjacent in memory."""
         if self.memory_layout is None:
             return False
         (_, channels, *kernel), strides = self.memory_layout
@@ -40,7 +40,7 @@ class Slot:
         return strides == (steps[0], 1, *steps[1:])
 
     def shaped(self, part: Tensor) -> Tensor:
-        """What lies in memory order, `[..., numbers]`, as a view `[..., *shape]`."""
+        """Numbers in memory order, `[..., numbers]`, as a view `[..., *shape]`."""
         assert self.memory_layout is not None
         shape, strides = self.memory_layout
         return part.as_strided((*part.shape[:-1], *shape), (*part.stride()[:-1], *strides), part.storage_offset())
@@ -81,7 +81,7 @@ class Unit:
 
     @cached_property
     def has_custom_layout(self) -> bool:
-        """Whether some of its numbers lie otherwise than row by row."""
+        """Whether some of its numbers are stored in another order than row by row."""
         return any(slot.memory_layout is not None for slot in self.slots)
 
     def _split(self, segment: Tensor) -> Iterator[tuple[Slot, Tensor]]:
@@ -121,7 +121,7 @@ class Unit:
                 yield slot, part.unflatten(-1, shape) if shape else part[..., 0]
 
     def to_memory(self, segment: Tensor) -> Tensor:
-        """A segment whose slots are row by row, in the order in which this unit's numbers lie; a copy."""
+        """A segment whose slots are row by row, copied into this unit's own order of memory."""
         found = torch.empty_like(segment)
         for (slot, mine), (_, theirs) in zip(self._split(found), self._split(segment), strict=True):
             if slot.memory_layout is None:
@@ -131,7 +131,7 @@ class Unit:
         return found
 
     def from_memory(self, segment: Tensor) -> Tensor:
-        """The inverse of `to_memory`; a copy."""
+        """The inverse of `to_memory`, also a copy."""
         parts = [
             part if slot.memory_layout is None else slot.shaped(part).flatten(start_dim=segment.dim() - 1)
             for slot, part in self._split(segment)

@@ -1,4 +1,5 @@
-"""How products, roots and squares are made fast and small: oneDNN, bands of triangles, Triton, threads, scratch memory.
+"""Fast and memory-saving products, roots and squares: oneDNN, bands of triangles, Triton, threads, scratch memory.
 
-Nothing here knows of posteriors or networks. The families call it, and read like formulas because of it.
+Nothing here depends on posteriors or networks. Whatever depends on the type of a device is here, so that families and
+passes can be written as formulas.
 """

@@ -1,8 +1,8 @@
-"""Square roots of damped matrices that either succeed or say why not; nothing here returns NaN.
+"""Square roots of damped matrices, which succeed or raise an error with the reason; nothing here returns NaN.
 
 Every matrix is a Fisher factor plus damping, so a lower bound of its eigenvalues (the *floor*) is known. Rounding in
-float32 can push the computed spectrum below that bound, through duplicate or constant columns of the data; the bound is
-then what repairs it.
+float32 can push the computed spectrum below that bound, with duplicate or constant columns of the data; eigenvalues are
+then raised to the bound.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from noisygrad.kernels.products import matmul
 
 _unchecked = False
 _WATCH = threading.local()
-"""`failures`, where a thread collects them."""
+"""Has `failures` in a thread that collects them (`deferred`)."""
 
 SMALL_TRIANGLE = {"cpu": 128, "cuda": 1024}
-"""Up to this size a triangular matrix is inverted at once."""
+"""Up to this size a triangular matrix is inverted by one call."""
 
 SMALL_TRIANGLES = 32
 """The same for many matrices on a CPU, where they are solved one by one but multiplied together."""
@@ -34,7 +34,7 @@ class FactorisationError(ArithmeticError):
 
     Attributes:
         condition: its condition number; NaN where the matrix itself is not finite.
-        weights: places, in the block's vector of weights, of some that are at fault; empty where it may be any.
+        weights: indices, in the block's vector of weights, of some that cause it; empty where that is not known.
     """
 
     def __init__(self, message: str, condition: float = math.nan, weights: Sequence[int] = ()) -> None:
@@ -44,7 +44,7 @@ class FactorisationError(ArithmeticError):
 
 
 def factorisation_error(size: int, condition: float, damping: float, weights: Sequence[int] = ()) -> FactorisationError:
-    """The error for a matrix (or diagonal) of this size, with what to do about it."""
+    """The error for a matrix (or diagonal) of this size, with advice."""
     cause = "has NaN or infinite entries" if math.isnan(condition) else "is not positive definite"
     return FactorisationError(
         f"A {size}×{size} precision factor {cause} (condition number {condition:.1e}, damping {damping:.1e}). "
@@ -55,19 +55,19 @@ def factorisation_error(size: int, condition: float, damping: float, weights: Se
 
 
 def not_positive(diagonal: Tensor) -> list[int]:
-    """The places in `[..., n]` where an entry, of any of the matrices, is not finite or not above 0."""
+    """The indices in `[..., n]` at which an entry of any of the diagonals is not finite or not above 0."""
     bad: Tensor = ~((diagonal > 0) & torch.isfinite(diagonal)).reshape(-1, diagonal.shape[-1])
     return [int(place) for place in bad.any(0).nonzero()]
 
 
 def capturing() -> bool:
-    """Whether nothing may be read on the host: inside `unchecked`, and while a CUDA graph is recorded."""
+    """Whether the host may not read any value: inside `unchecked`, and while a CUDA graph is recorded."""
     return _unchecked or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 @contextmanager
 def unchecked(when: bool = True) -> Iterator[None]:
-    """Nothing is checked or repaired inside: the caller looks for what is not finite, on the device."""
+    """Nothing is checked or repaired inside; the caller masks what is not finite on the device."""
     global _unchecked  # noqa: PLW0603
     before, _unchecked = _unchecked, _unchecked or when
     try:
@@ -78,7 +78,7 @@ def unchecked(when: bool = True) -> Iterator[None]:
 
 @contextmanager
 def deferred() -> Iterator[list[Tensor]]:
-    """Roots inside are not repaired; what should have been looked at is collected, to be read all at once.
+    """Roots inside are not repaired; the checks are collected, to be read all at once.
 
     Each tensor is True where `inverse_root` would have had to repair a matrix or to raise.
     """
@@ -97,7 +97,7 @@ def condition_number(matrix: Tensor) -> Tensor:
     safe = torch.where(finite[..., None, None], matrix, 0.0).double()
     sizes: Tensor = torch.linalg.eigvalsh(safe).abs()
     ratio = sizes.amax(-1) / sizes.amin(-1)
-    # 0/0 is a zero matrix: as singular as can be.
+    # 0/0: a zero matrix, which is singular.
     return torch.where(finite, torch.nan_to_num(ratio, nan=math.inf, posinf=math.inf), math.nan)
 
 
@@ -131,15 +131,15 @@ def inverse_root(matrix: Tensor, floor: Tensor | float) -> tuple[Tensor, Tensor]
     if capturing():
         return root, logdet
     bound = torch.as_tensor(floor, dtype=matrix.dtype, device=matrix.device).expand(info.shape)
-    # A squared pivot is a Schur complement, never below the smallest eigenvalue: one that is, is rounding, even where
-    # Cholesky did not notice.
+    # A squared pivot is a Schur complement, never below the smallest eigenvalue: if it is, that is rounding, even where
+    # Cholesky reported no error.
     failed = (info != 0) | (pivots.square() < 0.5 * bound[..., None]).any(-1)
     failed |= ~(root.sum((-2, -1)) + logdet).isfinite()
     failures: list[Tensor] | None = getattr(_WATCH, "failures", None)
     if failures is not None:
         failures.append(failed.any())
     elif bool(failed.any()):
-        # Only what failed is redone, so that one replica's trouble does not change another's digits.
+        # Only the failed ones are redone, so that one replica's failure does not change another's digits.
         root, logdet = root.contiguous(), logdet.clone()
         root[failed], logdet[failed] = _floored_inverse_root(matrix[failed], bound[failed])
     return root, logdet
@@ -148,7 +148,7 @@ def inverse_root(matrix: Tensor, floor: Tensor | float) -> tuple[Tensor, Tensor]
 def lower_inverse(lower: Tensor) -> Tensor:
     """L⁻¹ of lower triangular matrices `[..., d, d]`, by halves: [A 0; C B]⁻¹ = [A⁻¹ 0; −B⁻¹ C A⁻¹ B⁻¹].
 
-    Nearly all the work is then products of matrices without known zeros: a third of what solving for the identity is.
+    Nearly all the work is then products of full matrices, a third of the work of solving for the identity.
     """
     many = not lower.is_cuda and lower.dim() > 2 and lower.shape[:-2].numel() > 4
     small = SMALL_TRIANGLES if many else SMALL_TRIANGLE.get(lower.device.type, 64)
@@ -160,7 +160,7 @@ def lower_inverse(lower: Tensor) -> Tensor:
 
 
 def _invert(lower: Tensor, inverse: Tensor, small: int) -> None:
-    """Write the inverse where there are zeros."""
+    """Write the inverse into `inverse`, which is zero."""
     size = lower.shape[-1]
     if size <= small:
         inverse.copy_(_solved_for_identity(lower))
@@ -179,7 +179,7 @@ def _solved_for_identity(lower: Tensor) -> Tensor:
 
 
 def _floored_inverse_root(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-    """`inverse_root` of `[k, d, d]` by `eigh` in float64, no eigenvalue being taken below its floor."""
+    """`inverse_root` of `[k, d, d]` by `eigh` in float64, with eigenvalues raised to at least the floor."""
     size = matrix.shape[-1]
     smallest_floor = float(floor.min())
     if not bool(torch.isfinite(matrix).all()):
@@ -195,7 +195,7 @@ def _floored_inverse_root(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor
         stacklevel=3,
     )
     eigenvalues = torch.maximum(eigenvalues, floor.double()[..., None])
-    # Triangular like the other, and the same whichever eigenvectors were found: λ^½ Vᵀ = Q R makes the matrix RᵀR.
+    # Triangular like Cholesky's, and independent of the choice of eigenvectors: λ^½ Vᵀ = Q R makes the matrix RᵀR.
     upper: Tensor = torch.linalg.qr(eigenvalues.sqrt()[..., :, None] * vectors.mT, mode="r").R
     upper = upper * upper.diagonal(dim1=-2, dim2=-1).sign()[..., :, None]
     eye = torch.eye(size, dtype=upper.dtype, device=upper.device).expand_as(upper)
@@ -222,7 +222,7 @@ def symmetric_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    # torch.linalg.LinAlgError is a RuntimeError; cuSOLVER's failures come as the latter.
+    # torch.linalg.LinAlgError is a RuntimeError, which cuSOLVER's failures are, too.
     try:
         eigenvalues, vectors = torch.linalg.eigh(matrix)
     except RuntimeError as error:

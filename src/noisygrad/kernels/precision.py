@@ -1,6 +1,6 @@
-"""Products of float32 matrices that are not rounded to narrower numbers, whatever the user allows elsewhere.
+"""Products of float32 matrices in full precision, whatever the user allows elsewhere.
 
-An inverse has large and small directions; rounding that is small beside the former is not beside the latter.
+An inverse has large and small directions; rounding errors that are small in the former are large in the latter.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from noisygrad.kernels.switches import Switch
 
 
 def full_precision() -> AbstractContextManager[None]:
-    """No TF32 and no bfloat16 in products of float32 matrices inside; threads may be inside together."""
+    """No TF32 and no bfloat16 in products of float32 matrices inside; several threads may use it at once."""
     return _PRECISE.on()
 
 
-def _made_precise() -> Callable[[], None]:
-    """Switch rounding off; returns what switches it back.
+def _make_precise() -> Callable[[], None]:
+    """Switch rounding off; returns a function that switches it back.
 
     Torch has an old setting for all and newer ones for each library, and does not read the old one once a newer one was
     used.
@@ -44,4 +44,4 @@ def _made_precise() -> Callable[[], None]:
     return restore
 
 
-_PRECISE = Switch(_made_precise)
+_PRECISE = Switch(_make_precise)

@@ -1,10 +1,10 @@
 """Products of matrices in the order and by the library that is fastest, and second moments.
 
-Large float32 matrices are multiplied on a CPU by oneDNN, where that is faster than what `@` takes.
+Large float32 matrices are multiplied on a CPU by oneDNN, where that is faster than `@`.
 
-`@` takes MKL, which most likely leaves AVX-512 unused on processors that are not Intel's; oneDNN, which does torch's
-convolutions, uses it. On two cores of a Zen 5, 256×2305 times 2305×2305 takes 5.5 ms in place of 13.9. Torch does not
-tell whose a processor is, so all that have AVX-512 take oneDNN; on Intel's it was not timed.
+`@` uses MKL, which most likely leaves AVX-512 unused on processors that are not Intel's; oneDNN, with which torch
+computes convolutions, uses it. On two cores of a Zen 5, 256×2305 times 2305×2305 takes 5.5 ms instead of 13.9. Torch
+does not report the maker of a processor, so oneDNN is used on all that have AVX-512; it was not timed on Intel's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 LARGE = 1 << 21
-"""From so many multiplications on a call of oneDNN, 11 µs, is worth it."""
+"""From this many multiplications on, a call of oneDNN (11 µs) is worth its cost."""
 
 
 def has_onednn() -> bool:
@@ -45,11 +45,11 @@ def use_onednn(left: Tensor, right: Tensor) -> bool:
 
 
 def use_onednn_at(rows: int, inner: int, columns: int, *factors: Tensor) -> bool:
-    """The same of a product of this size, whose factors are like these."""
+    """Whether oneDNN is faster for a product of this size with factors like these."""
     return (
         rows * inner * columns >= LARGE
         and all(factor.dtype == torch.float32 and factor.device.type == "cpu" for factor in factors)
-        and not torch.is_grad_enabled()  # it knows no derivatives of any kind
+        and not torch.is_grad_enabled()  # it has no derivatives
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
         and has_onednn()
@@ -63,7 +63,7 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
         return left @ right
     multiply = onednn()
     assert multiply is not None
-    # Columns with gaps between them would be multiplied one number at a time, hundreds of times slower.
+    # Columns with gaps would be multiplied one number at a time, hundreds of times slower.
     columns = right.mT if _is_dense(right) else right.mT.contiguous()
     return multiply(left.contiguous(), columns)
 
@@ -73,11 +73,11 @@ def _is_dense(matrix: Tensor) -> bool:
 
 
 LARGE_SIDE = 512
-"""From this size on it pays to leave out the half of a symmetric or triangular matrix that is known."""
+"""From this size on it is faster to leave out the known half of a symmetric or triangular matrix."""
 
 
 def gram(rows: Tensor) -> Tensor:
-    """XᵀX of `[..., rows, n]`; on a CPU only the blocks from the diagonal on are multiplied, and then mirrored."""
+    """XᵀX of `[..., rows, n]`; on a CPU only the blocks on and right of the diagonal are multiplied, then mirrored."""
     size = rows.shape[-1]
     if rows.is_cuda or size < LARGE_SIDE:
         return rows.mT @ rows
@@ -92,7 +92,8 @@ def gram(rows: Tensor) -> Tensor:
 def second_moment(left: Tensor, right: Tensor, left_constant: bool, right_constant: bool) -> Tensor:
     """The mean of left rightᵀ over examples and positions, for `[..., B, T, p]` and `[..., B, T, q]`.
 
-    A constant of 1 is appended to either side where asked, as a border of means: the (large) inputs are not copied.
+    With `left_constant` or `right_constant` that side is followed by a 1, as a border of means: the inputs, which are
+    large, are not copied.
 
     Returns:
         `[..., p + left_constant, q + right_constant]`.
@@ -121,7 +122,7 @@ def with_border(moment: Tensor, row: Tensor | None, column: Tensor | None) -> Te
 
 
 def column_sums(rows: Tensor) -> Tensor:
-    """The sum of `[..., rows, n]` over its rows; on a GPU a product, several times faster than a reduction."""
+    """The sum of `[..., rows, n]` over its rows; on a GPU by a product, several times faster than a reduction."""
     if not rows.is_cuda:
         return rows.sum(-2)
     # 1 is exact in every number format, 1/n is not.
@@ -129,16 +130,22 @@ def column_sums(rows: Tensor) -> Tensor:
 
 
 def wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """L R; for many small matrices a CPU is several times faster where the product is wide, so a tall one is turned."""
+    """L R; a tall product of many small matrices is transposed, since a CPU is several times faster on wide ones."""
     if left.is_cuda or left.dim() < 3 or left.shape[-2] <= right.shape[-1]:
         return matmul(left, right)
     return (right.mT @ left.mT).mT
 
 
+def rows_times(rows: Tensor, right: Tensor) -> Tensor:
+    """X R for `[..., B, T, n]` and `[..., n, m]`, with B and T as the rows of one product."""
+    product: Tensor = matmul(rows.flatten(-3, -2), right).unflatten(-2, rows.shape[-3:-1])
+    return product
+
+
 def between(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:
     """L X R for X `[samples..., ..., out, in]` with more dimensions than the factors have.
 
-    The samples are laid side by side, so that each factor takes part in one product and is not copied for each of them.
+    The samples are placed side by side, so that each factor is in one product and is not copied for each sample.
     """
     extra = matrix.dim() - left.dim()
     if extra <= 0:
@@ -147,5 +154,5 @@ def between(left: Tensor, matrix: Tensor, right: Tensor) -> Tensor:
     count, rows = stacked.shape[-3:-1]
     times_right = wide_product(stacked.flatten(-3, -2), right).unflatten(-2, (count, rows))
     product = matmul(left, times_right.movedim(-3, -2).flatten(-2))
-    apart: Tensor = product.unflatten(-1, (count, -1)).movedim(-2, 0).unflatten(0, matrix.shape[:extra])
-    return apart
+    separate: Tensor = product.unflatten(-1, (count, -1)).movedim(-2, 0).unflatten(0, matrix.shape[:extra])
+    return separate

@@ -1,9 +1,9 @@
-"""Squares of per-example gradients on a GPU, without anything in memory that they are made from.
+"""Squares of per-example gradients on a GPU, without the gradients or the patches in memory.
 
-For outputs' gradients g and inputs a, Σ_b (Σ_t g_bt a_btᵀ)² needs every example's matrix, if only to square it: as many
-as a batch has examples, and their patches beside them. The kernel here makes each matrix tile by tile in registers,
-reads the patches from the image itself, and writes sums. Needs Triton, which comes with torch for NVIDIA GPUs; where it
-does not work, and for whatever there is no kernel for, the matrices are made of some examples at a time (`passes`).
+For output gradients g and inputs a, Σ_b (Σ_t g_bt a_btᵀ)² needs the matrix of every example, and their patches. The
+kernel here makes each matrix tile by tile in registers, reads the patches from the image itself, and writes sums. It
+needs Triton, which comes with torch for NVIDIA GPUs; where that does not work, and where there is no kernel, the
+matrices of a few examples are made at a time (`squared_products`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _POSITIONS, _FEW_POSITIONS = 32, 16
 
 @dataclass(frozen=True)
 class Window:
-    """How a convolution of two axes looks at its image; one tap, where it is no convolution."""
+    """Which pixels a convolution of two axes multiplies at each position; by default a single tap."""
 
     kernel: tuple[int, int] = (1, 1)
     stride: tuple[int, int] = (1, 1)
@@ -40,7 +40,7 @@ class Window:
 
 
 def applies(gradients: Tensor, positions: int) -> bool:
-    """Whether there may be a kernel for output gradients such as these, at so many positions of each example."""
+    """Whether there may be a kernel for these output gradients, at this many positions of each example."""
     plain = positions > 1 and gradients.is_cuda and gradients.dtype == torch.float32
     return plain and not torch.compiler.is_compiling() and _works(gradients.device)
 
@@ -49,7 +49,7 @@ _WORKING: dict[torch.device, bool] = {}
 
 
 def _works(device: torch.device) -> bool:
-    """Whether Triton is there and can do what it is asked for: it needs a C compiler, for example. Tried once."""
+    """Whether Triton is installed and works (it needs a C compiler, for example); tried once for each device."""
     if device not in _WORKING:
         if capturing():
             return False
@@ -74,7 +74,7 @@ def _tried(device: torch.device) -> bool:
 def of_sequences(gradients: Tensor, inputs: Tensor, constant: bool) -> Tensor | None:
     """Σ_b (Σ_t g aᵀ)² for gradients `[B, T, p]` and inputs `[B, T, q]`, row by row: `[p · q]`.
 
-    With `constant` followed by that of an input that is always 1: `[p · q + p]`. None where there is no kernel for it.
+    With `constant` followed by the sums for an input that is always 1: `[p · q + p]`. None where there is no kernel.
     """
     return squared_products(gradients.mT.unsqueeze(2), inputs.mT.unsqueeze(2), Window(), constant)
 
@@ -82,21 +82,21 @@ def of_sequences(gradients: Tensor, inputs: Tensor, constant: bool) -> Tensor | 
 def squared_products(
     gradients: Tensor, images: Tensor, window: Window, constant: bool, channels_last: bool = False
 ) -> Tensor | None:
-    """Σ_b (Σ_t g_bt a_btᵀ)² row by row, where a_bt is what the window sees of an image at position t.
+    """Σ_b (Σ_t g_bt a_btᵀ)² row by row, where a_bt are the pixels under the window at position t.
 
     None where there is nothing to multiply, or where an example is too large for the kernel's indices.
 
     Args:
         gradients: `[B, out, lines, positions of a line]`, in any order of memory.
         images: `[B, channels, height, width]`, likewise.
-        window: What is seen of them.
+        window: The kernel of the convolution.
         constant: Whether Σ_b (Σ_t g_bt)² follows.
-        channels_last: Whether a row counts tap by tap, of each all channels; else channel by channel.
+        channels_last: Whether a row is ordered by tap and then by channel; else by channel and then by tap.
     """
     device = gradients.device
     lines, width = gradients.shape[2:]
     if min(lines, width) > 1 and gradients.stride(2) != width * gradients.stride(3):
-        gradients = gradients.contiguous()  # the kernel counts on over the lines
+        gradients = gradients.contiguous()  # the kernel steps evenly from one line to the next
     like = (gradients.shape, gradients.stride(), images.shape, images.stride())
     plan = _plan(*like, window, constant, channels_last, _processors(device))
     if plan is None:
@@ -116,16 +116,16 @@ def _launcher() -> Callable[..., None]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """How the kernel is run on tensors of certain shapes and strides."""
 
     parts: int
-    """So many parts of the batch, each with a sum of its own, that all of the GPU has something to do."""
+    """How many parts the batch is divided into, each with its own sum, to occupy all of the GPU."""
     numbers: int
     grid: tuple[int, int, int]
     sizes: tuple[int, ...]
     constants: tuple[int, ...]
-    """What is compiled in."""
+    """Values that are compiled into the kernel."""
 
 
 @lru_cache(maxsize=1024)
@@ -138,7 +138,7 @@ def _plan(
     constant: bool,
     channels_last: bool,
     processors: int,
-) -> Plan | None:
+) -> LaunchPlan | None:
     (batch, outputs, lines, width), (_, channels, *image) = shape, image_shape
     (next_gradients, next_output, next_line, next_position), positions = strides, lines * width
     if width == 1:  # then that stride means nothing
@@ -154,7 +154,7 @@ def _plan(
     parts = -(-batch // each)
     next_one = (next_gradients, next_position, next_output)
     seen = (width, *image, window.kernel[1], *window.stride, *window.dilation, *window.before)
-    return Plan(
+    return LaunchPlan(
         parts,
         outputs * (channels * taps + constant),
         (*tiles, parts),

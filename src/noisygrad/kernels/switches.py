@@ -1,4 +1,4 @@
-"""Settings of the whole process that some piece of work needs otherwise, while other threads may need it too."""
+"""Settings of the whole process that several threads may need changed at the same time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 
 class Switch:
-    """A setting that the first who needs it switches, and the last of them switches back.
+    """A setting that the first user switches and the last one switches back.
 
     Args:
-        turn: Switches it; returns what switches it back.
+        turn: Switches it; returns a function that switches it back.
     """
 
     def __init__(self, turn: Callable[[], Callable[[], None]]) -> None:
@@ -22,7 +22,7 @@ class Switch:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """It is switched inside."""
+        """The setting is switched inside."""
         with self._lock:
             if self._inside == 0:
                 self._back = self._turn()

@@ -1,13 +1,13 @@
-"""Large symmetric and triangular matrices by the columns of their lower half: little more than half the memory.
+"""Large symmetric and triangular matrices, stored as the columns of their lower half: in little over half the memory.
 
 A matrix of d rows is cut into a few bands of columns, [a, b), and of each band the rows from a on are kept:
 
     ┌──┐· · ·
-    │  ├──┐· ·       The squares on the diagonal are whole. What is above them is zero (a lower triangle)
-    │  │  ├──┐·      or what is below them, turned (a symmetric matrix).
+    │  ├──┐· ·       The squares on the diagonal are complete. Above them is zero (a lower triangle)
+    │  │  ├──┐·      or the transpose of what is below them (a symmetric matrix).
     └──┴──┴──┘
 
-Products take the bands as they are, so no whole matrix is made of them.
+Products use the bands directly, without making the whole matrix.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ Bands: TypeAlias = tuple[Tensor, ...]
 LARGE = 1024
 """From this size on matrices are kept in bands."""
 WIDTH = 128
-"""So wide is a band at least, but for the last."""
+"""The least width of a band, except the last."""
 ALIGNMENT = 64
-"""The widths are multiples of it: products on tensor cores begin at such places."""
+"""The widths are multiples of it, as tensor cores prefer."""
 
 
 def use_bands_at(size: int) -> bool:
-    """Whether a matrix of so many rows is better kept in bands."""
+    """Whether a matrix of this many rows is stored in bands."""
     return size >= LARGE
 
 
 def use_bands(matrix: Tensor) -> bool:
-    """The same of a matrix."""
+    """Whether this matrix is stored in bands."""
     return use_bands_at(matrix.shape[-1])
 
 
 def cut(matrix: Tensor, bands: int) -> Bands:
-    """`[..., d, d]` in so many bands at most, as views: (1 + 1/bands)/2 of the numbers."""
+    """`[..., d, d]` in at most this many bands, as views: (1 + 1/bands)/2 of the numbers."""
     size = matrix.shape[-1]
     width = max(WIDTH, -(-size // (bands * ALIGNMENT)) * ALIGNMENT)
     return tuple(matrix[..., a:, a:b] for a, b in pairwise([*range(0, size, width), size]))
 
 
 def pack(matrix: Tensor, bands: int) -> Bands:
-    """A copy in bands, or the one matrix itself where it does not pay."""
+    """A copy in bands, or the matrix itself as the only band where it is too small."""
     if not use_bands(matrix):
         return (matrix,)
-    # Not `contiguous`: a last band of one number is, and would keep the whole matrix in memory.
+    # Not `.contiguous()`: a last band of one number already is, and as a view would keep the whole matrix in memory.
     return tuple(band.clone(memory_format=torch.contiguous_format) for band in cut(matrix, bands))
 
 
@@ -80,7 +80,7 @@ def _whole(bands: Sequence[Tensor], above: Callable[[Tensor], Tensor] | None) ->
 
 
 def fill_(bands: Sequence[Tensor], matrix: Tensor) -> None:
-    """Overwrite the bands in place with those of a whole matrix, on whatever device."""
+    """Overwrite the bands in place from a whole matrix, which may be on another device."""
     for start, stop, band in _places(bands):
         band.copy_(matrix[..., start:, start:stop])
 

@@ -1,4 +1,4 @@
-"""The kernel behind `kernels.squared_products`; to be imported only where Triton is installed."""
+"""The Triton kernel of `kernels.squares`; import it only where Triton is installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SIZES = [
     *("batch", "each", "positions", "outputs", "channels", "taps", "width", "image_height", "image_width"),
     *("kernel_width", "step_down", "step_across", "gap_down", "gap_across", "above", "left"),
 ]
-"""Sizes that are not compiled in: strides are, where they are 1 or a multiple of 16."""
+"""Sizes that the kernel is not specialised on; it is on strides that are 1 or multiples of 16."""
 
 
 @triton.jit(do_not_specialize=_SIZES)  # type: ignore[untyped-decorator]
@@ -54,7 +54,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     """One tile of the sum over the examples of one part of the batch."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    # Neighbouring columns are neighbouring channels of one tap: so lies an image whose channels come last.
+    # Adjacent columns are adjacent channels of one tap, as in an image in channels-last order.
     tap, channel = column // channels, column % channels
     row_there, column_there = row < outputs, tap < taps
     down, across = tap // kernel_width * gap_down - above, tap % kernel_width * gap_across - left
@@ -117,6 +117,6 @@ def launch(
     *,
     exact: bool,
 ) -> None:
-    """Fill `sums`, `[parts, n]`, of a `kernels.Plan`."""
+    """Fill `sums`, `[parts, n]`, of a `kernels.squares.LaunchPlan`."""
     compiled: Any = _kernel
     compiled[grid](gradients, images, sums, *sizes, *constants, "ieee" if exact else "tf32")

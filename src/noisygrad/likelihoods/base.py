@@ -1,4 +1,4 @@
-"""What every likelihood can do; each of the others fills in its own formulas.
+"""The base class of likelihoods: what each has to define, and the checks and helpers that they share.
 
 Outputs are `[*replicas, batch, *event]`; the dimensions after the batch are the event (outputs, classes, positions).
 A loss is the mean over the batch of the negative log-likelihood, summed over the event and over replicas.
@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from noisygrad.kernels.host import reading_waits
 from noisygrad.predictions import Prediction
 
 
@@ -32,7 +33,7 @@ class Likelihood(nn.Module, ABC):
     """The distribution of a target given the network's output."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
-        """A `log_prob` of its own without a `score` has the general one, not that of another `log_prob`."""
+        """A subclass that replaces `log_prob` but not `score` gets the general `score`, not one of another formula."""
         super().__init_subclass__(**arguments)
         if "log_prob" in vars(cls) and "score" not in vars(cls):
             cls.score = Likelihood.score  # type: ignore[method-assign]
@@ -44,7 +45,7 @@ class Likelihood(nn.Module, ABC):
         self._dtype = torch.float32
 
     def bind(self, replicas: Sequence[int], device: torch.device | str, dtype: torch.dtype) -> None:
-        """Say once how many trainings run at once, where, and in which type (the noise state is at least float32)."""
+        """Set how many trainings run at once, on which device and in which type; noise is kept in float32 at least."""
         self.replicas = torch.Size(replicas)
         self._device = torch.device(device)
         self._dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -81,7 +82,7 @@ class Likelihood(nn.Module, ABC):
         """The mixture over weight samples, from outputs `[samples, *replicas, batch, *event]`."""
 
     def observe(self, output: Tensor, target: Tensor) -> Tensor | None:
-        """What one batch says about the noise, for `update_noise_`; None where no noise is learned."""
+        """The statistic of one batch that `update_noise_` learns the noise from; None where no noise is learned."""
         return None
 
     def update_noise_(self, statistic: Tensor, num_data: float | Tensor, kl_weight: float | Tensor) -> None:
@@ -93,20 +94,20 @@ class Likelihood(nn.Module, ABC):
         return torch.zeros(self.replicas, device=self._device, dtype=self._dtype)
 
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments, fit for JSON."""
+        """The constructor's arguments, as values that JSON can hold."""
         return {}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """The likelihood whose `config()` this is."""
+        """A new likelihood from what `config()` returned."""
         return cls(**config)
 
-    # Validation: shapes on any device, values only where looking at them costs no wait for the device.
+    # Validation: shapes on any device, values only where the host can read them without waiting for the device.
 
     def check(self, output: Tensor, target: Tensor) -> None:
-        """Raise ValueError where `target` cannot belong to `output`; on a CPU, its values are looked at too.
+        """Raise ValueError where `target` cannot belong to `output`; on a CPU its values are checked, too.
 
-        TypeError where either is not a tensor.
+        Raises TypeError where either is not a tensor.
         """
         name, replicas, batch_dim = type(self).__name__, list(self.replicas), len(self.replicas)
         if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
@@ -134,25 +135,25 @@ class Likelihood(nn.Module, ABC):
                 f"{name}: the batches disagree: output {list(output.shape)}, target {list(target.shape)}; "
                 f"the first {batch_dim + 1} dimension(s) must be equal."
             )
-        expected = self._target_shape(output)
+        expected = self.target_shape(output)
         if target.shape != expected:
             raise ValueError(
                 f"{name}: for an output of shape {list(output.shape)} the target must be of shape {list(expected)}; "
                 f"got {list(target.shape)}. {self._shape_advice(target.shape, expected)}"
             )
-        if not output.is_cuda and not self._surely_valid(target) and bool(self.invalid(output, target)):
+        if not reading_waits(output) and not self._known_valid(target) and bool(self.invalid(output, target)):
             raise ValueError(f"{name}: {self._value_advice(output, target)}")
 
     def invalid(self, output: Tensor, target: Tensor) -> Tensor:
-        """Whether any value of `target` is impossible: a 0-dim bool on the device, found without waiting for it."""
+        """Whether any value of `target` is impossible: a 0-dimensional bool on the device, computed without waiting."""
         return ~target.isfinite().all()
 
-    def _surely_valid(self, target: Tensor) -> bool:
-        """A cheap test that most batches pass, where all that `invalid` asks is that targets are finite."""
+    def _known_valid(self, target: Tensor) -> bool:
+        """A cheap test that most valid batches pass, where `invalid` only looks for targets that are not finite."""
         return type(self).invalid is Likelihood.invalid and math.isfinite(target.sum().item())
 
     def clamp_invalid_targets(self, output: Tensor, target: Tensor) -> Tensor:
-        """`target` with impossible values replaced where a GPU would stop for ever at them; `invalid` tells of them."""
+        """`target` without impossible values that would end the process on a GPU; `invalid` reports them."""
         return target
 
     def _check_dtype(self, target: Tensor) -> None:
@@ -161,7 +162,8 @@ class Likelihood(nn.Module, ABC):
                 f"{type(self).__name__}: targets must be floating point; got {target.dtype}: use target.float()."
             )
 
-    def _target_shape(self, output: Tensor) -> torch.Size:
+    def target_shape(self, output: Tensor) -> torch.Size:
+        """The shape that targets of this output must have."""
         return output.shape
 
     def _shape_advice(self, given: torch.Size, expected: torch.Size) -> str:
@@ -175,21 +177,26 @@ class Likelihood(nn.Module, ABC):
         bad = int((~target.isfinite()).sum())
         return f"{bad} of {target.numel()} targets are NaN or infinite; drop or impute them."
 
-    # Helpers of the likelihoods below.
+    # Helpers for subclasses.
 
-    def _event_dims(self, output: Tensor) -> int:
+    def event_dims(self, output: Tensor) -> int:
+        """How many dimensions one output `[*replicas, batch, *event]` has after the batch."""
         return output.ndim - len(self.replicas) - 1
 
-    def _sum_event(self, values: Tensor) -> Tensor:
-        return values if self._event_dims(values) == 0 else values.flatten(len(self.replicas) + 1).sum(-1)
+    def sum_event(self, values: Tensor) -> Tensor:
+        """The sum over the event of values `[*replicas, batch, *event]`: `[*replicas, batch]`."""
+        return values if self.event_dims(values) == 0 else values.flatten(len(self.replicas) + 1).sum(-1)
 
-    def _per_replica(
+    def per_replica(
         self,
         values: Tensor,
         draw: Callable[[Tensor, torch.Generator | None], Tensor],
         generators: Sequence[torch.Generator] | None,
     ) -> Tensor:
-        """`draw(values, generator)` for each replica by its own generator: each equals a lone training's draw."""
+        """`draw(values, generator)`, of the shape of `values`, for each replica with its own generator.
+
+        So each replica draws what a training of its own would draw. `generators` as in `sample`.
+        """
         if generators is None:
             return draw(values, None)
         count = math.prod(self.replicas)

@@ -27,10 +27,10 @@ class Bernoulli(Likelihood):
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         """y log p + (1 − y) log(1 − p), `[*replicas, batch]`, summed over outputs."""
-        return -self._sum_event(F.binary_cross_entropy_with_logits(widened(output), target, reduction="none"))
+        return -self.sum_event(F.binary_cross_entropy_with_logits(widened(output), target, reduction="none"))
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
-        """y less its probability."""
+        """∂ log p / ∂ output: y minus its probability."""
         return target - torch.sigmoid(widened(output.detach()))
 
     def nll(self, output: Tensor, target: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class Bernoulli(Likelihood):
     def sample(self, output: Tensor, generators: Sequence[torch.Generator] | None = None) -> Tensor:
         """1 where a uniform number is below the probability, else 0; of the output's type."""
         probs = torch.sigmoid(widened(output.detach()))
-        uniform = self._per_replica(
+        uniform = self.per_replica(
             probs, lambda part, generator: part.new_empty(part.shape).uniform_(generator=generator), generators
         )
         return (uniform < probs).to(probs.dtype)
@@ -50,8 +50,8 @@ class Bernoulli(Likelihood):
         """Diagonal: p(1 − p) for each output."""
         logits = widened(output)
         root = (torch.sigmoid(logits) * torch.sigmoid(-logits)).sqrt()
-        return diagonal_columns(root, self._event_dims(output))
+        return diagonal_columns(root, self.event_dims(output))
 
     def predictive(self, outputs: Tensor) -> BernoulliPrediction:
         """The mean over weight samples of the probabilities."""
-        return BernoulliPrediction(outputs, self._event_dims(outputs[0]))
+        return BernoulliPrediction(outputs, self.event_dims(outputs[0]))

@@ -19,8 +19,9 @@ class Categorical(Likelihood):
         if target.dtype != torch.int64:
             raise ValueError(f"Categorical: class labels must be int64; got {target.dtype}: use target.long().")
 
-    def _target_shape(self, output: Tensor) -> torch.Size:
-        if self._event_dims(output) == 0:
+    def target_shape(self, output: Tensor) -> torch.Size:
+        """The output's shape without its last dimension, the classes."""
+        if self.event_dims(output) == 0:
             raise ValueError(
                 f"Categorical: the output must end in a dimension of classes; got shape {list(output.shape)}."
             )
@@ -32,7 +33,7 @@ class Categorical(Likelihood):
         return "Labels are indices, not one-hot, and classes are the output's last dimension (permute the output)."
 
     def clamp_invalid_targets(self, output: Tensor, target: Tensor) -> Tensor:
-        """Labels clamped to the classes there are: a GPU's own check would end the process."""
+        """Labels clamped to existing classes: on a GPU torch's own check would end the process."""
         return target.clamp(0, output.shape[-1] - 1)
 
     def invalid(self, output: Tensor, target: Tensor) -> Tensor:
@@ -48,10 +49,10 @@ class Categorical(Likelihood):
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         """Log-softmax at the label, `[*replicas, batch]`, summed over positions."""
         chosen = torch.log_softmax(widened(output), -1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
-        return self._sum_event(chosen)
+        return self.sum_event(chosen)
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
-        """1 at the label and 0 elsewhere, less the probabilities."""
+        """∂ log p / ∂ output: 1 at the label and 0 elsewhere, minus the probabilities."""
         probs = torch.softmax(widened(output.detach()), -1)
         classes = torch.arange(output.shape[-1], device=output.device)
         return (target.unsqueeze(-1) == classes).to(probs.dtype).sub_(probs)
@@ -64,12 +65,12 @@ class Categorical(Likelihood):
         return total / output.shape[len(self.replicas)]
 
     def sample(self, output: Tensor, generators: Sequence[torch.Generator] | None = None) -> Tensor:
-        """Labels by a race of exponential clocks: argmax of logits − log Exp(1)."""
+        """Labels drawn as the argmax of logits − log e, with e ~ Exp(1) (the Gumbel trick)."""
         logits = widened(output.detach())
-        clocks = self._per_replica(
+        noise = self.per_replica(
             logits, lambda part, generator: part.new_empty(part.shape).exponential_(generator=generator), generators
         )
-        return (logits - clocks.log_()).argmax(-1)
+        return (logits - noise.log_()).argmax(-1)
 
     def output_fisher_factor(self, output: Tensor) -> Tensor:
         """diag(p) − ppᵀ at each position, as the columns √p_k (e_k − p): positions × classes columns."""
@@ -77,7 +78,7 @@ class Categorical(Likelihood):
         probs = torch.softmax(widened(output), -1)
         identity = torch.eye(classes, device=probs.device, dtype=probs.dtype)
         columns = probs.sqrt().unsqueeze(-1) * (identity - probs.unsqueeze(-2))  # [..., k, class]
-        if self._event_dims(output) == 1:
+        if self.event_dims(output) == 1:
             return columns.movedim(-2, 0)
         batch_shape = output.shape[: len(self.replicas) + 1]
         columns = columns.reshape(*batch_shape, -1, classes, classes).movedim(-3, -1)  # [..., k, class, position]
@@ -86,4 +87,4 @@ class Categorical(Likelihood):
 
     def predictive(self, outputs: Tensor) -> CategoricalPrediction:
         """The mean over weight samples of the probabilities."""
-        return CategoricalPrediction(outputs, self._event_dims(outputs[0]) - 1)
+        return CategoricalPrediction(outputs, self.event_dims(outputs[0]) - 1)

@@ -32,7 +32,7 @@ class Gaussian(Likelihood):
 
     `noise_variance`: a float fixes σ²; None learns it. `noise_prior`: (shape a₀, rate b₀) of the Gamma prior of the
     precision, or None to learn σ² as a point. `per_output`: one noise per element of the event rather than one for
-    all. `noise_decay`: the most that a moving average keeps at an update; the k-th keeps
+    all. `noise_decay`: the largest decay of the moving averages; at the k-th update it is
     min(1 − 1/(k+1), noise_decay).
     """
 
@@ -90,7 +90,7 @@ class Gaussian(Likelihood):
         return torch.where(shape > 1, self.noise_rate / (shape - 1), torch.inf)
 
     def bind(self, replicas: Sequence[int], device: torch.device | str, dtype: torch.dtype) -> None:
-        """As of every likelihood; the noise becomes `[*replicas, K]`, each replica starting from the same value."""
+        """Set replicas, device and type; the noise becomes `[*replicas, K]`, with the same value in each replica."""
         leading = self.half_precision.shape[:-1]
         if leading and leading != torch.Size(replicas):
             raise ValueError(
@@ -116,7 +116,7 @@ class Gaussian(Likelihood):
 
     @torch.no_grad()
     def _refresh(self) -> None:
-        """Recompute, in place, what the loss needs of the noise."""
+        """Recompute, in place, the two functions of the noise that the loss uses."""
         if self._has_posterior:
             precision = self.noise_shape / self.noise_rate
             log_precision = torch.digamma(self.noise_shape) - self.noise_rate.log()
@@ -127,7 +127,7 @@ class Gaussian(Likelihood):
         torch.sub(0.5 * _LOG_2PI, log_precision, alpha=0.5, out=self.half_log_normaliser)
 
     def _expand(self, event_size: int) -> int:
-        """Give every output its noise at the first output seen; returns how many outputs share one."""
+        """Give each output its own noise, once their number is known; returns how many outputs share one."""
         held = self.half_precision.shape[-1]
         if not self.per_output:
             return event_size
@@ -152,10 +152,10 @@ class Gaussian(Likelihood):
         self._expand(self._event_size(output))
         squared = (widened(output) - target).square()
         scale, normaliser = (self._over_event(part, output) for part in (self.half_precision, self.half_log_normaliser))
-        return -self._sum_event(scale * squared + normaliser)
+        return -self.sum_event(scale * squared + normaliser)
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
-        """E[τ] (y − f)."""
+        """∂ log p / ∂ output: E[τ] (y − f)."""
         self._expand(self._event_size(output))
         return (target - widened(output.detach())) * self._over_event(2 * self.half_precision, output)
 
@@ -163,7 +163,7 @@ class Gaussian(Likelihood):
         """The mean over the batch of minus `log_prob`, summed over replicas."""
         sharing = self._expand(self._event_size(output))
         normaliser, precision = self.half_log_normaliser, self.half_precision
-        if precision.dim() == precision.numel() == 1:  # without what else autograd would have to go through
+        if precision.dim() == precision.numel() == 1:  # fewer operations for autograd
             error = F.mse_loss(widened(output), target)
             loss = torch.addcmul(normaliser.squeeze(), precision.squeeze(), error)
         else:
@@ -182,7 +182,7 @@ class Gaussian(Likelihood):
         """f + ε/√E[τ], `[*replicas, batch, *event]`."""
         self._expand(self._event_size(output))
         location = widened(output.detach())
-        noise = self._per_replica(
+        noise = self.per_replica(
             location, lambda part, generator: part.new_empty(part.shape).normal_(generator=generator), generators
         )
         return location + noise * self._over_event((2 * self.half_precision).rsqrt(), output)
@@ -192,14 +192,14 @@ class Gaussian(Likelihood):
         self._expand(self._event_size(output))
         root = self._over_event((2 * self.half_precision).sqrt(), output)
         values = root.to(widened(output).dtype).expand(output.shape)
-        return diagonal_columns(values, self._event_dims(output))
+        return diagonal_columns(values, self.event_dims(output))
 
     def predictive(self, outputs: Tensor) -> RegressionPrediction:
         """A mixture of Student-t with 2α degrees of freedom and scale² β/α, or of Gaussians where σ² is a point."""
         self._expand(self._event_size(outputs[0]))
         scale = self._over_event((2 * self.half_precision).rsqrt(), outputs[0])
         degrees = self._over_event(2 * self.noise_shape, outputs[0]) if self._has_posterior else None
-        return RegressionPrediction(outputs, scale, degrees, self._event_dims(outputs[0]))
+        return RegressionPrediction(outputs, scale, degrees, self.event_dims(outputs[0]))
 
     def observe(self, output: Tensor, target: Tensor) -> Tensor | None:
         """Mean squared error over the batch and the outputs that share a noise, `[*replicas, K]`."""
@@ -210,7 +210,7 @@ class Gaussian(Likelihood):
 
     @torch.no_grad()
     def update_noise_(self, statistic: Tensor, num_data: float | Tensor, kl_weight: float | Tensor) -> None:
-        """One step of the noise towards its optimum; a statistic that is not finite leaves its noise as it was.
+        """One step of the noise towards its optimum; where a statistic is not finite, its noise is unchanged.
 
         `num_data` (N) and `kl_weight` (λ > 0) are numbers, or tensors `[*replicas]`.
         """
@@ -248,7 +248,7 @@ class Gaussian(Likelihood):
         return kl.sum(-1).to(self.noise_shape.dtype)
 
     def config(self) -> dict[str, Any]:
-        """The constructor's arguments, fit for JSON."""
+        """The constructor's arguments, as values that JSON can hold."""
         return {
             "noise_variance": self.fixed_variance,
             "noise_prior": None if self.noise_prior is None else list(self.noise_prior),
@@ -260,7 +260,7 @@ class Gaussian(Likelihood):
         saved = state_dict.get(prefix + "noise_updates")
         if saved is not None and self.fixed_variance is None:
             if not self._bound:
-                # A fresh likelihood takes the replicas, the outputs and the type of the one that was saved.
+                # A new likelihood takes the replicas, the outputs and the type of the one that was saved.
                 self.replicas = saved.shape[:-1]
                 self._resize(saved.shape, self.half_precision.device, saved.dtype)
             elif saved.shape[:-1] == self.replicas and self.per_output and self.half_precision.shape[-1] == 1:

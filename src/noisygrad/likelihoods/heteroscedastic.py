@@ -15,8 +15,9 @@ from noisygrad.predictions import RegressionPrediction
 class HeteroscedasticGaussian(Likelihood):
     """The last dimension of the output is 2D: D means, then D log-variances; the target's is D."""
 
-    def _target_shape(self, output: Tensor) -> torch.Size:
-        if self._event_dims(output) == 0 or output.shape[-1] % 2:
+    def target_shape(self, output: Tensor) -> torch.Size:
+        """The output's shape with half its last dimension."""
+        if self.event_dims(output) == 0 or output.shape[-1] % 2:
             raise ValueError(
                 f"HeteroscedasticGaussian: the output's last dimension must be 2D (D means, then D log-variances); "
                 f"got shape {list(output.shape)}: give the last layer twice as many units as there are targets."
@@ -27,12 +28,12 @@ class HeteroscedasticGaussian(Likelihood):
         """log N(y | mean, exp(log-variance)), `[*replicas, batch]`, summed over outputs."""
         mean, log_variance = widened(output).chunk(2, -1)
         squared = (target - mean).square() * torch.exp(-log_variance)
-        return -0.5 * self._sum_event(squared + log_variance + math.log(2 * math.pi))
+        return -0.5 * self.sum_event(squared + log_variance + math.log(2 * math.pi))
 
     def sample(self, output: Tensor, generators: Sequence[torch.Generator] | None = None) -> Tensor:
         """mean + ε·exp(log-variance / 2), `[*replicas, batch, *event]` with half the last dimension."""
         mean, log_variance = widened(output.detach()).chunk(2, -1)
-        noise = self._per_replica(
+        noise = self.per_replica(
             mean, lambda part, generator: part.new_empty(part.shape).normal_(generator=generator), generators
         )
         return mean + noise * torch.exp(0.5 * log_variance)
@@ -41,9 +42,9 @@ class HeteroscedasticGaussian(Likelihood):
         """Diagonal: 1/variance for a mean, ½ for a log-variance."""
         log_variance = widened(output).chunk(2, -1)[1]
         root = torch.cat([torch.exp(-0.5 * log_variance), torch.full_like(log_variance, math.sqrt(0.5))], -1)
-        return diagonal_columns(root, self._event_dims(output))
+        return diagonal_columns(root, self.event_dims(output))
 
     def predictive(self, outputs: Tensor) -> RegressionPrediction:
         """A mixture of Gaussians, each sample with its own variance."""
         mean, log_variance = widened(outputs).chunk(2, -1)
-        return RegressionPrediction(mean, torch.exp(0.5 * log_variance), None, self._event_dims(outputs[0]))
+        return RegressionPrediction(mean, torch.exp(0.5 * log_variance), None, self.event_dims(outputs[0]))

@@ -32,21 +32,21 @@ class Poisson(Likelihood):
         """y log r − r − log y!, `[*replicas, batch]`, summed over outputs."""
         log_rate = widened(output)
         count = target.to(log_rate.dtype)
-        return self._sum_event(count * log_rate - log_rate.exp() - torch.lgamma(count + 1))
+        return self.sum_event(count * log_rate - log_rate.exp() - torch.lgamma(count + 1))
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
-        """The count less the rate."""
+        """∂ log p / ∂ output: the count minus the rate."""
         return target - widened(output.detach()).exp()
 
     def sample(self, output: Tensor, generators: Sequence[torch.Generator] | None = None) -> Tensor:
-        """Counts of the output's type."""
-        # torch.poisson refuses NaN with an error of its own; the loss is NaN too, and what trains on it says where.
-        return self._per_replica(widened(output.detach()).exp().nan_to_num(0.0, torch.inf), torch.poisson, generators)
+        """Drawn counts, of the output's type."""
+        # torch.poisson would raise for NaN; the loss is NaN too, and the optimiser's own error says where.
+        return self.per_replica(widened(output.detach()).exp().nan_to_num(0.0, torch.inf), torch.poisson, generators)
 
     def output_fisher_factor(self, output: Tensor) -> Tensor:
         """Diagonal: the rate."""
-        return diagonal_columns(torch.exp(0.5 * widened(output)), self._event_dims(output))
+        return diagonal_columns(torch.exp(0.5 * widened(output)), self.event_dims(output))
 
     def predictive(self, outputs: Tensor) -> PoissonPrediction:
         """A mixture of Poissons."""
-        return PoissonPrediction(outputs, self._event_dims(outputs[0]))
+        return PoissonPrediction(outputs, self.event_dims(outputs[0]))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from noisygrad.archive import write_archive
 from noisygrad.families.base import DampingMode, Statistics
-from noisygrad.likelihoods import Likelihood, by_name
+from noisygrad.likelihoods import Likelihood, check_saveable
 from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import Structure
@@ -34,7 +34,7 @@ class PosteriorFile:
 
     def write(self, path: str | Path) -> None:
         """Write atomically: a reader sees the old file or the whole new one."""
-        by_name(type(self.likelihood).__name__)  # what could not be read back is not written
+        check_saveable(self.likelihood)  # what could not be read back is not written
         tensors: dict[str, Tensor] = {"mean": self.mean, "prior_mean": self.priors.mean}
         blocks = []
         for block in self.structure.blocks:

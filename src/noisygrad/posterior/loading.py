@@ -14,7 +14,7 @@ from noisygrad.archive import read_archive
 from noisygrad.curvature.capture import unwrapped
 from noisygrad.families import FAMILIES
 from noisygrad.families.base import DampingMode, Prior, Statistics, TensorRecord
-from noisygrad.likelihoods import Likelihood, by_name
+from noisygrad.likelihoods import Likelihood, UnknownLikelihoodError, by_name
 from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.faults import format_names
 from noisygrad.posterior.files import FORMAT
@@ -156,6 +156,8 @@ def _likelihood(
         likelihood = by_name(entry["name"]).from_config(entry["config"])
         likelihood.bind(replicas, like.device, like.dtype)
         likelihood.load_state_dict(state)
+    except UnknownLikelihoodError as error:
+        raise ValueError(f"{path}: {error}") from error
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{path} is damaged: its likelihood {entry!r} cannot be made ({error})") from error
     return likelihood

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from noisygrad.curvature.layers import find_units
+from noisygrad.curvature.network import find_units
 from noisygrad.families import Family, family_named
 from noisygrad.families.base import Statistics, has_constant_rows
 from noisygrad.families.units import Slot, Unit

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from noisygrad.kernels.threads import one_thread
 from noisygrad.replicas.engine import Execution
-from noisygrad.training.threads import one_thread
 from noisygrad.versions import device_name
 from noisygrad_paper.baselines.hmc import HMCSettings
 from noisygrad_paper.data import Table, load_table, standardised

@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from noisygrad.kernels.threads import one_thread
 from noisygrad.replicas.engine import Execution, ReplicaGenerators, train_replicas
 from noisygrad.replicas.variational import VariationalLearner
-from noisygrad.training.threads import one_thread
 from noisygrad.versions import device_name
 from noisygrad_paper.data import load_table, splits_of, standardised
 from noisygrad_paper.experiments.cells import Cell, Job

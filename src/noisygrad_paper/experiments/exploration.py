@@ -34,8 +34,8 @@ from noisygrad.exploration import (
     Transitions,
     paper_trpo,
 )
+from noisygrad.kernels.threads import one_thread
 from noisygrad.replicas.noisy import NoisySettings
-from noisygrad.training.threads import one_thread
 from noisygrad.versions import device_name
 from noisygrad_paper.baselines.bbb import BBBSettings
 from noisygrad_paper.experiments.cells import Cell, Job

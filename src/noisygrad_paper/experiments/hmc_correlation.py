@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from noisygrad.kernels.threads import one_thread
 from noisygrad.replicas.engine import Execution
-from noisygrad.training.threads import one_thread
 from noisygrad.versions import device_name
 from noisygrad_paper.data import load_table, standardised
 from noisygrad_paper.experiments.cells import Cell, Job

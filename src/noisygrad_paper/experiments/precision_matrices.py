@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from noisygrad.archive import write_atomically
+from noisygrad.kernels.threads import one_thread
 from noisygrad.likelihoods import Gaussian
 from noisygrad.replicas.engine import Execution, ReplicaGenerators, train_replicas
 from noisygrad.replicas.noisy import NoisyLearner, NoisySettings
 from noisygrad.replicas.perceptrons import Perceptrons
-from noisygrad.training.threads import one_thread
 from noisygrad.versions import device_name, versions
 from noisygrad_paper.data import Standardised, load_table, standardised
 from noisygrad_paper.experiments.cells import ConfigurationError, ResultsError

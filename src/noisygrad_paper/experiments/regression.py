@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from noisygrad.kernels.threads import one_thread
 from noisygrad.replicas.engine import Execution, ReplicaGenerators, train_replicas
 from noisygrad.replicas.learner import Learner
-from noisygrad.training.threads import one_thread
 from noisygrad.versions import device_name
 from noisygrad_paper.data import Split, Standardised, Table, load_table, splits_of, standard_splits, standardised
 from noisygrad_paper.data.own_csv import read_csv_table

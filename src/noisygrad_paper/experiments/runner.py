@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 
 import joblib
 
-from noisygrad.training.threads import one_thread
+from noisygrad.kernels.threads import one_thread
 from noisygrad_paper.experiments.cells import Cell, Job, Results
 from noisygrad_paper.experiments.display import Announce, Display, cost_of, shown
 from noisygrad_paper.experiments.notes import ProgressFile, notes_read

@@ -1,0 +1,219 @@
+"""Whether the per-example gradients of a user's layer are those that autograd finds: tried once for each module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from noisygrad.curvature.passes import Batch
+from noisygrad.curvature.registry import Layer
+from noisygrad.families.units import Unit
+from noisygrad.kernels.factorisation import capturing
+from noisygrad.kernels.host import own_random_numbers
+
+EXAMPLES = 2
+"""How many examples of a batch are looked at."""
+
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
+"""Relative errors that rounding may explain, TF32 included."""
+COARSE_TOLERANCE = 0.1
+"""The same where some of it is computed in a narrower type."""
+
+_VERIFIED: WeakSet[nn.Module] = WeakSet()
+
+
+def needs_verification(module: nn.Module, layer: Layer) -> bool:
+    """Whether this is a user's layer that has not been compared with autograd yet."""
+    return not layer.builtin and module not in _VERIFIED
+
+
+def verify_layer(
+    module: nn.Module,
+    layer: Layer,
+    units: Sequence[Unit],
+    forward: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> None:
+    """Compare the gradients that `layer` gives for a call of `module` with those of autograd.
+
+    The call is repeated with a few of its examples, with copies of the parameters and buffers, so that nothing of the
+    network changes. A weight is multiplied by random factors: one that happens to be 0 or 1 must not hide a mistake.
+
+    Raises:
+        ValueError: they differ, which says that the layer is not what it was registered as.
+    """
+    if capturing() or module in _VERIFIED:
+        return
+    call = _Call(module, layer, units, forward, args, kwargs)
+    dim = len(units[0].replicas) + units[0].sequence_first
+    inputs = call.inputs(args, kwargs)
+    has_batch = inputs.dim() > dim + inputs.is_floating_point() and inputs.shape[dim] >= EXAMPLES
+    try:
+        repeated = call.repeat(dim if has_batch else None)
+    except Exception:  # from a forward that wants the whole batch, or that has its batch elsewhere
+        if not has_batch:
+            raise
+        repeated = call.repeat(None)
+    conclusive = True
+    for name, found, true in call.comparisons(repeated):
+        scale = torch.maximum(true.norm(), found.norm())
+        if not bool(scale.isfinite()) or not bool(scale):
+            conclusive = False  # an input that is 0 everywhere, or not finite, shows nothing
+            continue
+        error = float((found - true).norm() / scale)
+        if error > repeated.tolerance:
+            raise ValueError(
+                f"{call.title}: the gradient of {name!r} by its registered layer "
+                f"differs from autograd's, by {error:.1%} of its norm. If it was registered with like=, its forward "
+                "does not compute what that layer does, from a weight and a bias alone: register it with a "
+                "Layer(units, observe) of its own, or not at all, which gives its parameters a diagonal block. If "
+                "with a Layer, correct `units` or `observe`"
+            )
+    if conclusive:
+        _VERIFIED.add(module)
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Per-example gradients of one call, twice."""
+
+    rows: list[tuple[Unit, Tensor]]
+    """By the layer: for each unit `[*replicas, examples, numbers]`."""
+    by_autograd: list[dict[str, Tensor]]
+    """By autograd: for each example, by the parameter's name in the module."""
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a user's layer, which can be repeated."""
+
+    module: nn.Module
+    layer: Layer
+    units: Sequence[Unit]
+    forward: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def title(self) -> str:
+        """The layer's name and class, for messages."""
+        return f"layer {self.units[0].name!r} ({type(self.module).__name__})"
+
+    def inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """The argument that `observe` is given."""
+        first: Any = args[0] if args else next(iter(kwargs.values()))
+        if not isinstance(first, Tensor):
+            raise TypeError(f"{self.title}: the first argument must be a tensor; got {type(first).__name__}")
+        return first
+
+    def repeat(self, dim: int | None) -> _Gradients:
+        """The gradients of a call like this one by the layer and by autograd.
+
+        With `dim`, the dimension of the batch, of each of a few examples. With None summed over all: gradients are
+        summed over examples and positions alike, so all may count as one example.
+        """
+        args, kwargs = self._arguments(dim)
+        inputs = self.inputs(args, kwargs)
+        device, size = inputs.device, 1 if dim is None else EXAMPLES
+        generator = torch.Generator().manual_seed(0)
+        with _undisturbed(device), _copies(self.module, generator) as parameters:
+            output = self.forward(*args, **kwargs)
+            starts, names, leaves = _starts(output, dim, generator), list(parameters), list(parameters.values())
+            by_autograd = []
+            for start in starts:
+                found = torch.autograd.grad(output, leaves, start, retain_graph=True, materialize_grads=True)
+                by_autograd.append(dict(zip(names, found, strict=True)))
+        batch = Batch(size, size, torch.promote_types(output.dtype, torch.float32))
+        gradient = torch.stack(starts).sum(dim=0)
+        rows = []
+        for unit in self.units:
+            plain = replace(unit, slots=tuple(replace(slot, memory_layout=None) for slot in unit.slots))
+            with torch.no_grad(), torch.autocast(device.type, enabled=False):
+                rows.append((plain, self.layer.observe(plain, self.module, inputs.detach(), gradient, batch).rows()))
+        types = {tensor.dtype for tensor in (inputs, output, *leaves) if tensor.is_floating_point()}
+        narrow = torch.is_autocast_enabled(device.type) or not types <= TOLERANCES.keys()
+        return _Gradients(rows, by_autograd, COARSE_TOLERANCE if narrow else max(TOLERANCES[kind] for kind in types))
+
+    def comparisons(self, gradients: _Gradients) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """The name of each parameter, its gradient by the layer and by autograd, for each example."""
+        size = len(gradients.by_autograd)
+        for unit, rows in gradients.rows:
+            if rows.shape[-2:] != (size, unit.size):
+                raise ValueError(
+                    f"{self.title}: `observe` gives gradients of unit {unit.name!r} for {rows.shape[-2]} examples with "
+                    f"{rows.shape[-1]} numbers each, but the batch keeps {size}, and `units` says {unit.size} numbers"
+                )
+            for row, true in zip(rows.unbind(dim=-2), gradients.by_autograd, strict=True):
+                own = {slot.parameter: true[_own_name(slot.parameter, true)] for slot in unit.slots}
+                for slot, part in unit.views(row, {name: tensor.shape for name, tensor in own.items()}):
+                    yield slot.parameter, part, slot.of(own[slot.parameter], len(unit.replicas)).to(part)
+
+    def _arguments(self, dim: int | None) -> tuple[list[Any], dict[str, Any]]:
+        """Copies of the arguments; with `dim`, of a few examples."""
+        size = None if dim is None else self.inputs(self.args, self.kwargs).shape[dim]
+
+        def copied(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            if dim is not None and value.dim() > dim and value.shape[dim] == size:
+                value = value.narrow(dim, 0, EXAMPLES)
+            return value.detach().clone()
+
+        return [copied(value) for value in self.args], {name: copied(value) for name, value in self.kwargs.items()}
+
+
+def _starts(output: Tensor, dim: int | None, generator: torch.Generator) -> list[Tensor]:
+    """Random gradients of the output: one, or with the dimension of the batch one that is of each example alone."""
+    if not isinstance(output, Tensor):
+        raise TypeError(f"a registered layer must return a tensor; got {type(output).__name__}")
+    gradient = torch.randn(output.shape, generator=generator).to(output)
+    if dim is None:
+        return [gradient]
+    alone = torch.eye(EXAMPLES).to(output).reshape(EXAMPLES, *(1,) * dim, EXAMPLES, *(1,) * (output.dim() - dim - 1))
+    return list(gradient * alone)
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Autograd is on inside, and neither random numbers nor hooks on saved tensors, as of checkpoints, are affected."""
+    with (
+        torch.enable_grad(),
+        own_random_numbers(device),
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+    ):
+        yield
+
+
+def _own_name(parameter: str, own: Mapping[str, Tensor]) -> str:
+    """A module's own name for a parameter that has this one in the network."""
+    return max((name for name in own if parameter == name or parameter.endswith(f".{name}")), key=len)
+
+
+@contextmanager
+def _copies(module: nn.Module, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
+    """Inside, the module has copies of its buffers, and of its parameters times random factors; yields the latter."""
+    made: dict[str, Tensor] = {}
+    kept = []
+    for prefix, part in module.named_modules():
+        kept.append((part, dict(part._parameters), dict(part._buffers)))
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter.is_floating_point():
+                factors = torch.rand(parameter.shape, generator=generator).to(parameter).add_(0.5)
+                copied = part._parameters[name] = nn.Parameter(parameter.detach() * factors)
+                made[f"{prefix}.{name}" if prefix else name] = copied
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = None if buffer is None else buffer.detach().clone()
+    try:
+        yield made
+    finally:
+        for part, parameters, buffers in kept:
+            part._parameters.update(parameters)
+            part._buffers.update(buffers)

@@ -1,0 +1,88 @@
+"""The page "Extending" is a program, section by section, and does what it says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+
+import noisygrad as ng
+from noisygrad.curvature.registry import REGISTRY
+from noisygrad.likelihoods.registry import _BY_NAME
+from support.truth import close, exact_fisher, measured_fisher, normal
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
+
+
+def blocks(section: str) -> list[str]:
+    """The Python blocks under a heading of the second level."""
+    text = PAGE.read_text(encoding="utf-8")
+    (found,) = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    return re.findall(r"^```python\n(.*?)^```", found, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def _own_registries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    kept = [(registry, dict(registry)) for registry in (REGISTRY, _BY_NAME)]
+    yield
+    for registry, before in kept:
+        registry.clear()
+        registry.update(before)
+
+
+def run(section: str, known: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What the blocks of a section define, one after another, in one program."""
+    names = {"__name__": "extending", **(known or {})}
+    for number, block in enumerate(blocks(section)):
+        exec(compile(block, f"{PAGE.name}, {section}, block {number + 1}", "exec"), names)
+    return names
+
+
+def kronecker(model: torch.nn.Module) -> list[str]:
+    structure = ng.NoisyKFAC(model, ng.Gaussian(), num_data=8).structure
+    return [block.name for block in structure.blocks if block.family == "kronecker"]
+
+
+def test_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run("A layer")
+    assert "kronecker" in capsys.readouterr().out
+    assert "layer '0' (Activated): the gradient of '0.weight'" in names["message"]
+    nn, gaussian = torch.nn, ng.Gaussian(0.5)
+    for kind, arguments in (("MyLinear", (3, 2)), ("RandomFeatures", (3, 5, 2)), ("Transposed", (3, 2))):
+        model = nn.Sequential(names[kind](*arguments), nn.Tanh(), nn.Linear(2, 2)).double()
+        found = measured_fisher(model, gaussian, normal(6, 3), "diagonal")
+        close(found.diagonal(), exact_fisher(model, gaussian, normal(6, 3)).diagonal())
+        assert kronecker(model) == ["0.weight" if kind == "Transposed" else "0", "2"]
+
+
+def test_likelihood() -> None:
+    known = {"torch": torch, "nn": torch.nn, "ng": ng, "x": torch.randn(64, 4), "y": torch.randn(64, 1)}
+    names = run("A likelihood", known)
+    likelihood, posterior, loaded = names["StudentT"](0.7, 5), names["posterior"], names["loaded"]
+    assert loaded.likelihood.config() == posterior.likelihood.config() == {"scale": 0.5, "degrees": 4}
+    assert names["low"].shape == names["high"].shape == (64, 1)
+    assert (names["low"] < names["high"]).all()
+    f, y = normal(6, 2), normal(6, 2, seed=2)
+    distribution = torch.distributions.StudentT(5.0, f, 0.7)
+    close(likelihood.log_prob(f, y), distribution.log_prob(y).sum(-1))
+    close(likelihood.predictive(f.unsqueeze(0)).log_prob(y), distribution.log_prob(y).sum(-1))
+    many = likelihood.sample(torch.zeros(200_000, 1, dtype=torch.float64), [torch.Generator().manual_seed(0)])
+    levels = torch.tensor([-1.5, -0.3, 0.2, 2.0], dtype=torch.float64)
+    expected = torch.tensor(stats.t(5).cdf((levels / 0.7).numpy()))
+    torch.testing.assert_close((many < levels).double().mean(0), expected, rtol=0, atol=4e-3)
+    # The Fisher is the variance of the score, by a sum over a fine grid of targets.
+    grid = torch.linspace(-400, 400, 2_000_001, dtype=torch.float64).unsqueeze(-1)
+    score = likelihood.score(torch.zeros_like(grid), grid)
+    density = likelihood.log_prob(torch.zeros_like(grid), grid).exp().unsqueeze(-1)
+    fisher = (density * score.square()).sum() * (grid[1] - grid[0])
+    columns = likelihood.output_fisher_factor(f)
+    assert columns.shape == (2, 6, 2)
+    torch.testing.assert_close(columns[0, 0, 0].square().unsqueeze(0), fisher.reshape(1), rtol=1e-5, atol=0)
+    assert columns[0, 0, 1] == 0
