@@ -22,7 +22,15 @@ from noisygrad.likelihoods import (
     Poisson,
     register_likelihood,
 )
-from noisygrad.optim import NoisyAdam, NoisyBlockTridiagonal, NoisyFull, NoisyKFAC, NoisyOptimizer, NonFiniteError
+from noisygrad.optim import (
+    NoisyAdam,
+    NoisyBlockTridiagonal,
+    NoisyEKFAC,
+    NoisyFull,
+    NoisyKFAC,
+    NoisyOptimizer,
+    NonFiniteError,
+)
 from noisygrad.posterior import Posterior, load_posterior
 from noisygrad.predictions import Prediction
 from noisygrad.training import train
@@ -42,6 +50,7 @@ __all__ = [
     "NoisyAdam",
     "NoisyBlockTridiagonal",
     "NoisyClassifier",
+    "NoisyEKFAC",
     "NoisyFull",
     "NoisyKFAC",
     "NoisyOptimizer",

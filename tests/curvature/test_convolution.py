@@ -19,7 +19,7 @@ from noisygrad.curvature.registry import find_layer
 from noisygrad.curvature.windows import patches, two_axes
 from noisygrad.kernels import products, squared_products
 from noisygrad.kernels import squares as kernels
-from noisygrad.kernels.products import LARGE_SIDE as LARGE, gram, second_moment
+from noisygrad.kernels.products import second_moment
 from support.truth import close
 
 IMAGES = {"even": (6, 8), "odd": (5, 7), "narrow": (1, 6), "tiny": (2, 2), "one pixel": (1, 1)}

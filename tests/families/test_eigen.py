@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributions import MultivariateNormal, kl_divergence
 
-from noisygrad.curvature.passes import sum_of_squared_products
-from noisygrad.families import dense, eigen, factorisation, kl, kronecker
+from noisygrad.curvature.passes import MatrixPass
+from noisygrad.families import dense, eigen, kl, kronecker
+from noisygrad.families.units import Slot, Unit
+from noisygrad.kernels import factorisation, squared_products
 from noisygrad.kernels.factorisation import FactorisationError, unchecked
-from test_families_algebra import close, columns, few, normal, positive, seeds
+from support.families import close, columns, few, normal, positive, seeds
 
 BATCHES: tuple[tuple[int, ...], ...] = ((), (2,), (2, 3))
 PRIORS = ("isotropic", "diagonal", "matrices")
@@ -42,6 +44,13 @@ def examples(seed: int, shape: tuple[int, ...], positions: int, outputs: int = O
     return activations, gradients * (1.0 + activations.square().sum(-1, keepdim=True))
 
 
+def measure(activations: Tensor, gradients: Tensor, constant: bool, current: eigen.Statistics) -> eigen.Statistics:
+    """What the family makes of one pass through a layer."""
+    inputs, outputs = activations.shape[-1] + constant, gradients.shape[-1]
+    unit = Unit("layer", "matrix", outputs, inputs, (Slot("layer", 0, inputs),), "Linear", constant=constant)
+    return eigen.EIGEN.measure([unit], {"layer": MatrixPass(activations, gradients, constant)}, current)
+
+
 def start(prior: kronecker.Prior, batch: tuple[int, ...]) -> eigen.Statistics:
     return eigen.Statistics.identity(batch, prior.outputs.shape[-1], prior.inputs.shape[-1], prior, **DOUBLE)
 
@@ -52,7 +61,7 @@ def fitted(kind: str, seed: int, batch: tuple[int, ...], outputs: int = OUT, inp
     statistics = start(prior, batch)
     for i in range(3):
         data = examples(seed + 10 * i, (*batch, 6), 3, outputs, inputs)
-        statistics.update_(eigen.Statistics.measure(*data, True, statistics), 0.5)
+        statistics.update_(measure(*data, True, statistics), 0.5)
         if i < 2:
             statistics.refresh_basis_(prior)
     return prior, statistics
@@ -61,9 +70,9 @@ def fitted(kind: str, seed: int, batch: tuple[int, ...], outputs: int = OUT, inp
 def one_basis(prior: kronecker.Prior, activations: Tensor, gradients: Tensor) -> eigen.Statistics:
     """All of the same examples: A and S, their bases, and R in these."""
     begun = start(prior, activations.shape[:-3])
-    found = eigen.Statistics.measure(activations, gradients, True, begun)
+    found = measure(activations, gradients, True, begun)
     found.refresh_basis_(prior)
-    return eigen.Statistics.measure(activations, gradients, True, found)
+    return measure(activations, gradients, True, found)
 
 
 def per_example(activations: Tensor, gradients: Tensor, constant: bool) -> Tensor:
@@ -232,10 +241,10 @@ def test_as_prior_keeps_the_means_of_the_spectrum() -> None:
 def test_measured_statistics_are_the_dense_definition(
     kind: str, batch: tuple[int, ...], positions: int, constant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eigen, "CHUNK", 50)  # a few examples at a time
+    monkeypatch.setattr(squared_products, "CHUNK", {"cpu": 50, "cuda": 50})  # a few examples at a time
     _, current = fitted(kind, 7, batch)
     activations, gradients = examples(8, (*batch, 5), positions, inputs=IN + 1 - constant)
-    measured = eigen.Statistics.measure(activations, gradients, constant, current)
+    measured = measure(activations, gradients, constant, current)
     matrices = per_example(activations, gradients, constant)
     white = current.left.mT.unsqueeze(-3) @ matrices @ current.right.unsqueeze(-3)
     close(measured.fisher, white.square().mean(-3))
@@ -244,14 +253,12 @@ def test_measured_statistics_are_the_dense_definition(
     close(measured.outputs, plain.outputs)
     assert measured.left is current.left
     assert measured.right is current.right
-    shared = eigen.Statistics.measure(activations, gradients, constant, current, sum_of_squared_products)
-    close(shared.fisher, measured.fisher)
 
 
 def test_update_averages_all_but_the_bases() -> None:
     _, statistics = fitted("diagonal", 1, (2,))
     before = statistics.clone()
-    measured = eigen.Statistics.measure(*examples(3, (2, 4), 1), True, statistics)
+    measured = measure(*examples(3, (2, 4), 1), True, statistics)
     expected = {name: 0.9 * t + 0.1 * measured.averages()[name] for name, t in before.averages().items()}
     statistics.update_(measured, 0.9)
     for name, tensor in statistics.averages().items():
@@ -380,7 +387,7 @@ def test_nothing_is_read_on_the_host_where_that_is_not_possible(kind: str) -> No
     prior, statistics = (record.map(lambda t: t.to("meta")) for record in fitted(kind, 1, (2,)))
     activations, gradients = (tensor.to("meta") for tensor in examples(1, (2, 3), 2))
     with unchecked():
-        statistics.update_(eigen.Statistics.measure(activations, gradients, True, statistics), 0.9)
+        statistics.update_(measure(activations, gradients, True, statistics), 0.9)
         statistics.add_floor_(0.1)
         precision = statistics.factorise(prior, 0.1)
         for found in (precision.sample, precision.solve, precision.quad):

@@ -107,19 +107,19 @@ class Covariance:
         """
 
         def factorise() -> None:
-            for block in self.blocks:
-                self.statistics[block.name].refresh_basis_(self.priors[block.name])
             done = self._refresh_stacks(dampings)
             for block, owner in zip(self.blocks, self._owners, strict=True):
                 mine = owner == self._ranks.rank or not self._fits(self.factors.get(block.name), block, dampings)
                 if mine and block.name not in done:
+                    self._refresh_basis_(block)
                     self._store(block, self._factorise(block, dampings[block.group]))
 
         with full_precision(), self._same_factors_on_failure():
             self._ranks.run_on_all(factorise, self._device)
         if self._ranks.active:
             for block, owner in zip(self.blocks, self._owners, strict=True):
-                self._ranks.broadcast(self.factors[block.name].tensors().values(), owner)
+                basis = self.statistics[block.name].basis_tensors()
+                self._ranks.broadcast([*basis.values(), *self.factors[block.name].tensors().values()], owner)
         if self.generation != self._stacked_at and self._device.type in stacks.DEVICES and self._lean:
             self._stack()
 
@@ -129,17 +129,17 @@ class Covariance:
         Returns:
             For each replica, how many of its factorisations (for draws, for steps) were refused.
         """
-        self.refresh_bases_()
         with unchecked(self.traceable):
             try:
+                for block in self.blocks:
+                    self._refresh_basis_(block)
                 new = {b.name: self._factorise(b, dampings[b.group]) for b in self.blocks}
             except FactorisationError:
                 return self._refresh_replica_by_replica_(dampings)
         return self._keep_finite_(new)
 
-    def refresh_bases_(self) -> None:
-        """What the statistics have beside their averages."""
-        for block in self.blocks:
+    def _refresh_basis_(self, block: Block) -> None:
+        with naming_layers(block.units):
             self.statistics[block.name].refresh_basis_(self.priors[block.name])
 
     @property
@@ -174,15 +174,12 @@ class Covariance:
         for replica in range(len(refused)):
             one = slice(replica, replica + 1)
             try:
-                new = {
-                    block.name: self._of(
-                        self.statistics[block.name].map(lambda t, one=one: t[one]),
-                        self.priors[block.name].map(lambda t, one=one: t[one]),
-                        block,
-                        dampings[block.group],
-                    )
-                    for block in self.blocks
-                }
+                new = {}
+                for block in self.blocks:
+                    statistics = self.statistics[block.name].map(lambda t, one=one: t[one])
+                    prior = self.priors[block.name].map(lambda t, one=one: t[one])
+                    statistics.refresh_basis_(prior)
+                    new[block.name] = self._of(statistics, prior, block, dampings[block.group])
             except FactorisationError:
                 refused[replica] += len(next(iter(self.factors.values())).records())
                 continue

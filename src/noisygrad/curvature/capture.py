@@ -21,8 +21,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from noisygrad.curvature.registry import find_layer
-from noisygrad.families.units import Unit
 from noisygrad.curvature.verification import needs_verification, verify_layer
+from noisygrad.families.units import Unit
 from noisygrad.kernels.switches import Switch
 
 

@@ -21,14 +21,12 @@ from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
 from noisygrad.curvature.passes import MatrixPass
-from noisygrad.families.units import Unit
 from noisygrad.curvature.windows import Axis, patches, two_axes
 from noisygrad.families import kronecker, packed
 from noisygrad.families.base import Statistics
 from noisygrad.families.units import Unit
 from noisygrad.kernels import squares, triangles
-from noisygrad.kernels.products import column_sums, gram, with_border
-from noisygrad.kernels.products import has_onednn, use_onednn_at
+from noisygrad.kernels.products import column_sums, gram, has_onednn, use_onednn_at, with_border
 from noisygrad.kernels.scratch import CACHE, memory_bound, scratch_buffer
 from noisygrad.kernels.squared_products import (
     FEW_POSITIONS,

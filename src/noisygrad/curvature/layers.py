@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from noisygrad.curvature.convolution import ConvolutionPass, PatchedPass
 from noisygrad.curvature.passes import Batch, ElementwisePass, EmbeddingPass, MatrixPass, Pass, SummedPass, arrange
 from noisygrad.curvature.registry import Layer, register_layer
-from noisygrad.families.units import Slot, Unit
 from noisygrad.curvature.windows import patches
 from noisygrad.families.units import Slot, Unit
 from noisygrad.networks import ReplicatedLinear

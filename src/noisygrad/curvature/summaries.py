@@ -101,6 +101,34 @@ class MomentSummary(PassSummary):
         return self.kept
 
 
+@dataclass
+class BasisSummary(PassSummary):
+    """A, S and the sums of squares in a basis, for a Kronecker product with a spectrum of its own."""
+
+    inputs: Tensor
+    outputs: Tensor
+    squares: Tensor
+
+    @classmethod
+    def of(cls, one: MatrixPass, left: Tensor, right: Tensor) -> BasisSummary:
+        """The summary of a pass in a basis that stays until the summary is used."""
+        squares = one.squares_in_basis(left, right)
+        return cls(one.examples, _sizes(one, [squares]), one.input_moment(), one.output_moment(), squares)
+
+    def input_moment(self) -> Tensor:
+        """A."""
+        return self.inputs
+
+    def output_moment(self) -> Tensor:
+        """S."""
+        return self.outputs
+
+    def squares_in_basis(self, left: Tensor, right: Tensor) -> Tensor:
+        """The sums of squares, in the basis that they were taken in."""
+        del left, right
+        return self.squares
+
+
 def _sizes(one: Pass, squares: Sequence[Tensor]) -> dict[str, Tensor]:
     """The inputs, and for the gradients their squares: these show what is not finite, are smaller, and kept anyway."""
     seen = squares[0] if len(squares) == 1 else torch.stack([piece.sum() for piece in squares])

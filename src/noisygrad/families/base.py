@@ -168,6 +168,10 @@ class Statistics(TensorRecord, ABC):
             tensor.mul_(decay).add_(new[name] * (1.0 - decay))
         return self
 
+    def basis_tensors(self) -> dict[str, Tensor]:
+        """The tensors that `refresh_basis_` changes, by name: none, unless a family says otherwise."""
+        return {}
+
     def refresh_basis_(self, prior: Any) -> None:
         """In place, before a factorisation: what is no average, and follows from the averages, is made anew."""
         del prior

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Self
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from noisygrad.families import base, kronecker
 from noisygrad.families.base import DampingMode
+from noisygrad.families.factors import Prior, kronecker_product
+from noisygrad.families.family import Reads, register_family
+from noisygrad.families.units import Unit
 from noisygrad.kernels.factorisation import (
     capturing,
     factorisation_error,
@@ -28,35 +31,16 @@ from noisygrad.kernels.factorisation import (
     rounding_floor,
     symmetric_eigh,
 )
-from noisygrad.kernels.products import between
-from noisygrad.kernels.products import matmul
+from noisygrad.kernels.products import between, matmul
 
-Prior = kronecker.Prior
-
-SquareSums = Callable[[Tensor, Tensor], Tensor]
-"""Σ_b (Σ_t g aᵀ)², elementwise, `[..., out, in]`, from g `[..., B, T, out]` and a `[..., B, T, in]`."""
-
-CHUNK = 1 << 22
-"""Per-example matrices are made of at most this many numbers at a time."""
-
-
-def _sum_of_squared_products(outputs: Tensor, inputs: Tensor) -> Tensor:
-    """A `SquareSums` in bounded memory."""
-    if outputs.shape[-2] == 1:
-        # (g aᵀ)² = g² (a²)ᵀ: no per-example matrix is needed.
-        return matmul(outputs.squeeze(-2).square().mT, inputs.squeeze(-2).square())
-    size = _chunk_size(outputs.shape[:-3].numel() * outputs.shape[-1] * inputs.shape[-1])
-    total = outputs.new_zeros(*outputs.shape[:-3], outputs.shape[-1], inputs.shape[-1])
-    for g, a in zip(outputs.split(size, dim=-3), inputs.split(size, dim=-3), strict=True):
-        total += (g.mT @ a).square_().sum(-3)
-    return total
+__all__ = ["EIGEN", "Eigen", "Precision", "Prior", "Statistics"]
 
 
 @dataclasses.dataclass
 class Statistics(base.Statistics):
     """A (`inputs`), S (`outputs`), the bases L (`left`) and V (`right`), and R (`fisher`, `[..., out, in]`).
 
-    A, S and R are moving averages (`averages`). L and V are not averaged: `refresh_basis_` replaces them. They belong to one
+    A, S and R are moving averages (`averages`). L and V are not: `refresh_basis_` replaces them. They belong to one
     prior, and every method that takes a prior has to be given that one.
     """
 
@@ -89,42 +73,13 @@ class Statistics(base.Statistics):
         )
         return cls(plain.inputs, plain.outputs, left, right, _squared_lengths(left, right))
 
-    @classmethod
-    def measure(
-        cls,
-        activations: Tensor,
-        gradients: Tensor,
-        constant: bool,
-        current: Statistics,
-        squares: SquareSums = _sum_of_squared_products,
-    ) -> Self:
-        """From inputs `[..., B, T, in]` and per-example output gradients `[..., B, T, out]` of one batch.
-
-        A and S are those of `kronecker.Statistics.measure`. R is measured in the bases of `current`, which the result
-        shares with it: average the result into `current` before its next `refresh_basis_`.
-
-        Args:
-            activations: inputs, without the constant 1 of the bias.
-            gradients: gradients of the summed loss, so that no batch size is in them.
-            constant: whether a constant 1 is to be appended to the inputs.
-            current: the moving average.
-            squares: how squared per-example products are summed.
-        """
-        plain = kronecker.Statistics.measure(activations, gradients, constant)
-        total = _squares_in_basis(activations, gradients, constant, current, squares)
-        return cls(plain.inputs, plain.outputs, current.left, current.right, total / gradients.shape[-3])
-
     def averages(self) -> dict[str, Tensor]:
         """The tensors of which a moving average is kept: all but the bases."""
         return {"inputs": self.inputs, "outputs": self.outputs, "fisher": self.fisher}
 
-    @torch.no_grad()
-    def update_(self, measured: Self, decay: Tensor | float) -> Self:
-        """In place: decay · self + (1 − decay) · measured, of `averages`; `measured` has to be in the same bases."""
-        new = measured.averages()
-        for name, tensor in self.averages().items():
-            tensor.mul_(decay).add_(new[name] * (1.0 - decay))
-        return self
+    def basis_tensors(self) -> dict[str, Tensor]:
+        """What a new basis changes."""
+        return {"left": self.left, "right": self.right, "fisher": self.fisher}
 
     @torch.no_grad()
     def add_floor_(self, floor: float) -> None:
@@ -148,10 +103,10 @@ class Statistics(base.Statistics):
             FactorisationError: a factor, R or the prior is not finite, or an eigendecomposition failed.
             ValueError: the bases belong to another prior. Whatever is raised, nothing has changed.
         """
-        rows, _ = whitener(prior.outputs, prior.diagonal)
-        columns, _ = whitener(prior.inputs, prior.diagonal)
-        old_left = _withoutwhitener(self.left, rows, prior.diagonal)
-        old_right = _withoutwhitener(self.right, columns, prior.diagonal)
+        rows, _ = _prior_root(prior.outputs, prior.diagonal)
+        columns, _ = _prior_root(prior.inputs, prior.diagonal)
+        old_left = _orthonormal(self.left, rows, prior.diagonal)
+        old_right = _orthonormal(self.right, columns, prior.diagonal)
         _check(self.fisher + 1.0, old_left, old_right, 0.0)
         left = _eigenvectors(self.outputs, rows, prior.diagonal)
         right = _eigenvectors(self.inputs, columns, prior.diagonal)
@@ -172,10 +127,10 @@ class Statistics(base.Statistics):
             ValueError: the bases belong to another prior.
         """
         del mode
-        rows, logdet_s = whitener(prior.outputs, prior.diagonal)
-        columns, logdet_a = whitener(prior.inputs, prior.diagonal)
-        left_basis = _withoutwhitener(self.left, rows, prior.diagonal)
-        right_basis = _withoutwhitener(self.right, columns, prior.diagonal)
+        rows, logdet_s = _prior_root(prior.outputs, prior.diagonal)
+        columns, logdet_a = _prior_root(prior.inputs, prior.diagonal)
+        left_basis = _orthonormal(self.left, rows, prior.diagonal)
+        right_basis = _orthonormal(self.right, columns, prior.diagonal)
         spectrum = self.fisher + 1.0
         if damping:
             spectrum.add_(_squared_lengths(self.left, self.right), alpha=damping)
@@ -201,7 +156,7 @@ class Precision(kronecker.Precision):
     """P⁻¹ = (L ⊗ V) diag(1/`spectrum`) (L ⊗ V)ᵀ, with L = `left` and V = `right`.
 
     `terms` are (Γ_S, Γ_A). L Lᵀ = Γ_S⁻¹ makes L⁻ᵀ = Γ_S L, so P = B diag(`spectrum`) Bᵀ with B = Γ_S L ⊗ Γ_A V. The
-    bases are the orthonormal U_S and U_A: see `kronecker.in_eigenbasis`.
+    bases are the orthonormal U_S and U_A: see `factors.in_eigenbasis`.
     """
 
     def quad(self, vector: Tensor) -> Tensor:
@@ -212,7 +167,7 @@ class Precision(kronecker.Precision):
     def to_dense(self) -> Tensor:
         """B diag(spectrum) Bᵀ with B = Γ_S L ⊗ Γ_A V."""
         rows, columns, spectrum = self._dual()
-        dual = kronecker.kronecker_product(rows, columns)
+        dual = kronecker_product(rows, columns)
         return (dual * spectrum.flatten(-2)[..., None, :]) @ dual.mT
 
     def as_prior(self) -> Prior:
@@ -234,36 +189,7 @@ class Precision(kronecker.Precision):
         return outputs @ self.left, inputs @ self.right, self.spectrum
 
 
-def _squares_in_basis(
-    activations: Tensor, gradients: Tensor, constant: bool, current: Statistics, squares: SquareSums
-) -> Tensor:
-    """Σ_b (Lᵀ (Σ_t g aᵀ) V)² in the bases of `current`."""
-    left, right = current.left, current.right
-    outputs, inputs = left.shape[-1], right.shape[-1]
-    shape = gradients.shape[-3:-1]
-    positions = shape[-1]
-    if positions * (outputs**2 + inputs**2) <= outputs * inputs * (outputs + inputs):
-        g = matmul(gradients.flatten(-3, -2), left)
-        a = matmul(activations.flatten(-3, -2), right[..., : activations.shape[-1], :])
-        a = a + right[..., -1:, :] if constant else a
-        return squares(g.unflatten(-2, shape), a.unflatten(-2, shape))
-    # With many positions it is cheaper to rotate each example's matrix than all of its positions.
-    size = _chunk_size(gradients.shape[:-3].numel() * outputs * inputs)
-    total = torch.zeros_like(current.fisher)
-    for g, a in zip(gradients.split(size, dim=-3), activations.split(size, dim=-3), strict=True):
-        matrices = g.mT @ a
-        if constant:
-            matrices = torch.cat([matrices, g.sum(-2)[..., None]], dim=-1)
-        total += between(left.mT, matrices.movedim(-3, 0), right).square().sum(0)
-    return total
-
-
-def _chunk_size(numbers: int) -> int:
-    """How many examples are worked on at a time, where each takes this many numbers."""
-    return max(1, CHUNK // max(1, numbers))
-
-
-def whitener(factor: Tensor, diagonal: bool) -> tuple[Tensor, Tensor]:
+def _prior_root(factor: Tensor, diagonal: bool) -> tuple[Tensor, Tensor]:
     """(W, log |Γ|) with W Wᵀ = Γ⁻¹; W is given by its own diagonal if `diagonal`, else it is upper triangular."""
     if not diagonal:
         return inverse_root(factor, rounding_floor(factor))
@@ -278,7 +204,7 @@ def _times(factor: Tensor, matrix: Tensor, diagonal: bool) -> Tensor:
     return factor[..., :, None] * matrix if diagonal else matmul(factor, matrix)
 
 
-def _withoutwhitener(basis: Tensor, whitener: Tensor, diagonal: bool) -> Tensor:
+def _orthonormal(basis: Tensor, whitener: Tensor, diagonal: bool) -> Tensor:
     """U of `basis` = W U."""
     if diagonal:
         return basis / whitener[..., :, None]
@@ -295,7 +221,7 @@ def _eigenvectors(moment: Tensor, whitener: Tensor, diagonal: bool) -> Tensor:
 
 def _identity_basis(factor: Tensor, diagonal: bool) -> Tensor:
     """W U, in which the prior's `factor` and the identity are both diagonal."""
-    whitener, _ = whitener(factor, diagonal)
+    whitener, _ = _prior_root(factor, diagonal)
     if diagonal:
         return torch.diag_embed(whitener)
     eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
@@ -323,3 +249,67 @@ def _check(spectrum: Tensor, left: Tensor, right: Tensor, damping: float) -> Non
             "the bases of these statistics belong to another prior than the one given; give the prior that identity() "
             "was given"
         )
+
+
+class Eigen(kronecker.Kronecker):
+    """Blocks as of the Kronecker family, each with a basis of its own."""
+
+    name: ClassVar[str] = "eigen"
+    reads: ClassVar[Reads] = "basis"
+    damping_modes: ClassVar[tuple[DampingMode, ...]] = ("factored",)
+    stackable: ClassVar[bool] = False
+    proper_prior: ClassVar[bool] = True
+
+    def identity(
+        self,
+        units: Sequence[Unit],
+        batch: Sequence[int],
+        prior: base.Prior,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Statistics:
+        """F̄ = I in a basis that whitens the prior."""
+        (unit,) = units
+        assert isinstance(prior, Prior)
+        return Statistics.identity(batch, unit.outputs, unit.inputs, prior, dtype=dtype, device=device)
+
+    def measure(self, units: Sequence[Unit], passes: Mapping[str, Any], current: base.Statistics) -> Statistics:
+        """A, S and, in the bases of `current`, which the result shares, R."""
+        (unit,) = units
+        assert isinstance(current, Statistics)
+        one = passes[unit.name]
+        squares = one.squares_in_basis(current.left, current.right)
+        moments = one.input_moment(), one.output_moment()
+        return Statistics(*moments, current.left, current.right, squares / one.examples)
+
+    def unmeasured(self, current: base.Statistics) -> Statistics:
+        """S = 0 and R = 0, and A as it was."""
+        assert isinstance(current, Statistics)
+        zeros = {name: torch.zeros_like(getattr(current, name)) for name in ("outputs", "fisher")}
+        return dataclasses.replace(current, inputs=current.inputs.clone(), **zeros)
+
+    def cost(self, units: Sequence[Unit]) -> float:
+        """Some ten Cholesky factorisations of each factor."""
+        return 10.0 * super().cost(units)
+
+    def pieces(self, units: Sequence[Unit], statistics: base.Statistics) -> list[tuple[str, Tensor]]:
+        """The diagonals of A and S, and all of R."""
+        assert isinstance(statistics, Statistics)
+        (unit,) = units
+        moments = (statistics.inputs, statistics.outputs)
+        diagonals = [moment.diagonal(dim1=-2, dim2=-1) for moment in moments]
+        return [(unit.name, piece) for piece in (*diagonals, statistics.fisher)]
+
+    def fitted_prior_shapes(self, statistics: base.Statistics) -> dict[str, torch.Size]:
+        """A Kronecker product."""
+        assert isinstance(statistics, Statistics)
+        return {"inputs": statistics.inputs.shape, "outputs": statistics.outputs.shape}
+
+    def traceable(self, mode: DampingMode) -> bool:
+        """A new basis takes eigenvectors."""
+        del mode
+        return False
+
+
+EIGEN = register_family(Eigen())

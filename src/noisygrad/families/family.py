@@ -21,8 +21,9 @@ from noisygrad.families.units import Unit
 Layout = Literal["matrix", "memory", "rows"]
 """How a block's vector lies: as matrices [W | b] row by row; as the parameters lie in memory, in any order; or
 parameter after parameter, each row by row."""
-Reads = Literal["rows", "squares", "moments"]
-"""What `measure` reads of a pass: per-example gradients, sums of their squares, or second moments of both sides."""
+Reads = Literal["rows", "squares", "moments", "basis"]
+"""What `measure` reads of a pass: per-example gradients, sums of their squares, second moments of both sides, or these
+and the sums of squares in the current basis (`left`, `right` of the statistics)."""
 PrecisionOf = Callable[[str], float]
 """From the name of a parameter to the precision 1/η of its prior."""
 
@@ -74,6 +75,8 @@ class Family(ABC):
     """What `damping_mode` may be."""
     stackable: ClassVar[bool] = False
     """Whether a GPU may put blocks of equal shape together: one layer each, whose vectors are one matrix."""
+    proper_prior: ClassVar[bool] = False
+    """Whether the prior of every weight must have a finite variance."""
     factors_wait: ClassVar[bool] = True
     """Whether a factorisation reads numbers on the host, so that a CUDA graph cannot hold it."""
 

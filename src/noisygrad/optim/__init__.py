@@ -3,12 +3,13 @@
 from noisygrad.optim.captured import CapturedStep
 from noisygrad.optim.finite import NonFiniteError
 from noisygrad.optim.optimizer import NoisyOptimizer
-from noisygrad.optim.optimizers import NoisyAdam, NoisyBlockTridiagonal, NoisyFull, NoisyKFAC
+from noisygrad.optim.optimizers import NoisyAdam, NoisyBlockTridiagonal, NoisyEKFAC, NoisyFull, NoisyKFAC
 
 __all__ = [
     "CapturedStep",
     "NoisyAdam",
     "NoisyBlockTridiagonal",
+    "NoisyEKFAC",
     "NoisyFull",
     "NoisyKFAC",
     "NoisyOptimizer",

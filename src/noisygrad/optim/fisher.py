@@ -17,6 +17,7 @@ from noisygrad.curvature.capture import Capture, Record
 from noisygrad.curvature.fisher import depends_on, fisher_passes, passes_after_backward
 from noisygrad.curvature.passes import Pass
 from noisygrad.distributed import Ranks
+from noisygrad.families.units import Unit
 from noisygrad.kernels.factorisation import capturing
 from noisygrad.likelihoods import Likelihood
 from noisygrad.optim.accumulate import Accumulated
@@ -123,7 +124,10 @@ class BatchMeasurement:
             self.statistics_limit = keep = half_of(keep, f"stats_batch={keep // 2} says so from the start")
 
     def _take(self, accumulated: Accumulated, records: list[Record], output: Tensor, target: Tensor, keep: int) -> None:
-        block_of = self._structure.block_of
+        def summarise(unit: Unit, one: Pass) -> Pass:
+            block = self._structure.block_of[unit.name]
+            return block.summarise(unit, one, self._fisher.statistics[block.name])
+
         scarce = self._device.type in summaries.DEVICES
         passes = fisher_passes(
             self._options.fisher,
@@ -135,7 +139,7 @@ class BatchMeasurement:
             generators=self._generators,
             dtype=self._dtype,
             keep=keep,
-            summarise=(lambda unit, one: block_of[unit.name].summarise(unit, one)) if scarce else None,
+            summarise=summarise if scarce else None,
         )
         for one in passes:  # only relative weights count
             accumulated.add_statistics(self._structure.blocks, one, keep, self._fisher.statistics)

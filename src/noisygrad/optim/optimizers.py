@@ -1,4 +1,4 @@
-"""The four optimisers: one algorithm, four covariance families."""
+"""The optimisers: one algorithm, a class for each covariance family."""
 
 from __future__ import annotations
 
@@ -24,6 +24,18 @@ class NoisyKFAC(NoisyOptimizer):
     """
 
     family: ClassVar[str] = "kronecker"
+    default_stats_every: ClassVar[int] = 10
+    default_factor_every: ClassVar[int] = 100
+
+
+class NoisyEKFAC(NoisyOptimizer):
+    """Noisy EK-FAC: the Fisher's own diagonal in the eigenbasis of noisy K-FAC. Arguments: `NoisyOptimizer`.
+
+    The prior and the damping are always added exactly. Statistics every 10 steps; a new basis, and factors, every 100
+    unless you say otherwise.
+    """
+
+    family: ClassVar[str] = "eigen"
     default_stats_every: ClassVar[int] = 10
     default_factor_every: ClassVar[int] = 100
 

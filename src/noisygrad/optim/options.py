@@ -144,6 +144,8 @@ def check_arguments(
             "damping is for the Kronecker blocks of NoisyKFAC; other families are always damped exactly, but for a "
             "chain of layers (NoisyBlockTridiagonal), which cannot be"
         )
+    if family_named(family).proper_prior and prior is None and is_improper(prior_variance):
+        raise ValueError(f"the {family} family needs a finite prior_variance: its basis is relative to the prior")
     if damping_mode == "exact" and prior is None and is_improper(prior_variance):
         raise ValueError('damping_mode="exact" needs a finite prior_variance: the eigenbasis is relative to the prior')
     return prior_variance

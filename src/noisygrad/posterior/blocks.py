@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from noisygrad.curvature.passes import MatrixPass, Pass
-from noisygrad.curvature.summaries import MomentSummary, SquareSummary
+from noisygrad.curvature.summaries import BasisSummary, MomentSummary, SquareSummary
 from noisygrad.families.base import Prior, Statistics, has_constant_rows
 from noisygrad.families.family import Family, PrecisionOf
 from noisygrad.families.units import Unit
@@ -114,11 +114,16 @@ class Block:
             return self.family.unmeasured(current)
         return self.family.measure(self.units, passes, current)
 
-    def summarise(self, unit: Unit, one: Pass) -> Pass:
-        """All that `measure` wants to know of a pass through one of its units."""
+    def summarise(self, unit: Unit, one: Pass, current: Statistics) -> Pass:
+        """All that `measure` wants to know of a pass through one of its units, for a moving average `current`."""
         if self.family.reads == "squares":
             return SquareSummary.of(one, unit)
-        return MomentSummary.of(one) if self.family.reads == "moments" and isinstance(one, MatrixPass) else one
+        if self.family.reads == "rows" or not isinstance(one, MatrixPass):
+            return one
+        if self.family.reads == "moments":
+            return MomentSummary.of(one)
+        basis = current.tensors()
+        return BasisSummary.of(one, basis["left"], basis["right"])
 
     def prior(self, precision_of: PrecisionOf, dtype: torch.dtype, device: torch.device) -> Prior:
         """A fresh prior from the precision 1/η of each parameter."""
