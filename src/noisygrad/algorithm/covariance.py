@@ -18,11 +18,11 @@ from noisygrad.algorithm.fisher import FisherAverage, FisherStart
 from noisygrad.algorithm.stacks import Stack, Stacks, can_stack
 from noisygrad.distributed import Ranks
 from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
-from noisygrad.kernels.backup import Backup
 from noisygrad.kernels.factorisation import FactorisationError, capturing, deferred, unchecked
-from noisygrad.kernels.precision import full_precision
+from noisygrad.kernels.switches import full_precision
+from noisygrad.kernels.tensors import Backup
 from noisygrad.posterior.blocks import Block
-from noisygrad.posterior.faults import naming_layers
+from noisygrad.posterior.faults import named_error
 
 
 class Covariance:
@@ -115,7 +115,10 @@ class Covariance:
                     self._store(block, self._factorise(block, dampings[block.group]))
 
         with full_precision(), self._same_factors_on_failure():
-            self._ranks.run_on_all(factorise, self._device)
+            if self._ranks.active:
+                self._ranks.run_on_all(factorise, self._device)
+            else:
+                factorise()
         if self._ranks.active:
             for block, owner in zip(self.blocks, self._owners, strict=True):
                 basis = self.statistics[block.name].basis_tensors()
@@ -139,8 +142,10 @@ class Covariance:
         return self._keep_finite_(new)
 
     def _refresh_basis_(self, block: Block) -> None:
-        with naming_layers(block.units):
+        try:
             self.statistics[block.name].refresh_basis_(self.priors[block.name])
+        except FactorisationError as error:
+            raise named_error(error, block.units) from error
 
     @property
     def traceable(self) -> bool:
@@ -195,8 +200,10 @@ class Covariance:
         return factors is not None and factors.shared == (block.noise and dampings[block.group] == 0.0)
 
     def _factorise(self, block: Block, damping: float) -> BlockFactors:
-        with naming_layers(block.units):
+        try:
             return self._of(self.statistics[block.name].unpacked(), self.priors[block.name], block, damping)
+        except FactorisationError as error:
+            raise named_error(error, block.units) from error
 
     def _of(
         self, statistics: Statistics, prior: Prior, block: Block, damping: float, *, together: bool = False

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from noisygrad.families import packed
 from noisygrad.families.base import Prior, Statistics
-from noisygrad.kernels.averages import average_
-from noisygrad.kernels.backup import Backup
 from noisygrad.kernels.factorisation import capturing
+from noisygrad.kernels.tensors import Backup, average_
 from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.structure import copied
 

@@ -107,7 +107,7 @@ class BasisSummary(PassSummary):
 
     inputs: Tensor
     outputs: Tensor
-    squares: Tensor
+    in_basis: Tensor
 
     @classmethod
     def of(cls, one: MatrixPass, left: Tensor, right: Tensor) -> BasisSummary:
@@ -126,7 +126,7 @@ class BasisSummary(PassSummary):
     def squares_in_basis(self, left: Tensor, right: Tensor) -> Tensor:
         """The sums of squares, in the basis that they were taken in."""
         del left, right
-        return self.squares
+        return self.in_basis
 
 
 def _sizes(one: Pass, squares: Sequence[Tensor]) -> dict[str, Tensor]:

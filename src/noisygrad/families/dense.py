@@ -179,10 +179,11 @@ class Dense(Family):
         del prior
         return Statistics.identity(batch, sum(unit.size for unit in units), dtype=dtype, device=device)
 
-    def measure(self, units: Sequence[Unit], passes: Mapping[str, Any], current: base.Statistics) -> Statistics:
+    def measure(self, units: Sequence[Unit], passes: Mapping[str, Any], current: base.Statistics) -> base.Statistics:
         """The second moment of gradients; a layer that took no part has none."""
-        del current
         rows = {unit.name: [passes[unit.name].rows()] for unit in units if unit.name in passes}
+        if not rows:
+            return self.unmeasured(current)
         return Statistics.measure(join_units(units, rows))
 
     def prior(

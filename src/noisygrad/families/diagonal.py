@@ -204,9 +204,11 @@ class Diagonal(Family):
         del prior
         return Statistics.identity(batch, sum(unit.size for unit in units), dtype=dtype, device=device)
 
-    def measure(self, units: Sequence[Unit], passes: Mapping[str, Any], current: base.Statistics) -> Statistics:
+    def measure(self, units: Sequence[Unit], passes: Mapping[str, Any], current: base.Statistics) -> base.Statistics:
         """The mean of squared gradients; a layer that took no part has none."""
         seen = [unit for unit in units if unit.name in passes]
+        if not seen:
+            return self.unmeasured(current)
         on_cpu = next(iter(current.tensors().values())).device.type == "cpu"
         works = [partial(passes[unit.name].layout_squares, unit) for unit in seen]
         found = run_in_threads(works, when=on_cpu and sum(unit.size for unit in units) >= LARGE)

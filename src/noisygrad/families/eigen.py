@@ -278,6 +278,8 @@ class Eigen(kronecker.Kronecker):
         """A, S and, in the bases of `current`, which the result shares, R."""
         (unit,) = units
         assert isinstance(current, Statistics)
+        if unit.name not in passes:
+            return self.unmeasured(current)
         one = passes[unit.name]
         squares = one.squares_in_basis(current.left, current.right)
         moments = one.input_moment(), one.output_moment()

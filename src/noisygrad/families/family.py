@@ -94,7 +94,7 @@ class Family(ABC):
     def measure(self, units: Sequence[Unit], passes: Mapping[str, Any], current: Statistics) -> Statistics:
         """The statistics of one pass, `Evidence` by the name of the unit, for a moving average that is now `current`.
 
-        At least one of the units took part. A layer that did not has no gradient, and says nothing of its inputs.
+        A layer that took no part is not in `passes`: it has no gradient, and says nothing of its inputs.
         """
 
     @abstractmethod

@@ -264,8 +264,9 @@ class Kronecker(Family):
 
     def measure(self, units: Sequence[Unit], passes: Mapping[str, Any], current: base.Statistics) -> base.Statistics:
         """A and S of the layer."""
-        del current
         (unit,) = units
+        if unit.name not in passes:
+            return self.unmeasured(current)
         measured: base.Statistics = passes[unit.name].moments()
         return measured
 

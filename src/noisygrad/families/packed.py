@@ -132,7 +132,7 @@ def pack_statistics(whole: base.Statistics) -> base.Statistics:
     """The statistics of any family, large moments in bands."""
     if not isinstance(whole, kronecker.Statistics):
         return whole
-    return Statistics.of(whole) if triangles.use_bands(whole.inputs) or triangles.use_bands(whole.outputs) else whole
+    return Statistics.of(whole) if _is_large(whole.inputs, whole.outputs) else whole
 
 
 def pack_factors(whole: Record) -> Record | Factors:
@@ -141,7 +141,11 @@ def pack_factors(whole: Record) -> Record | Factors:
         return whole
     if not isinstance(whole, kronecker.Precision | kronecker.Inverse):
         return whole
-    return Factors.of(whole) if triangles.use_bands(whole.left) or triangles.use_bands(whole.right) else whole
+    return Factors.of(whole) if _is_large(whole.left, whole.right) else whole
+
+
+def _is_large(first: Tensor, second: Tensor) -> bool:
+    return max(first.shape[-1], second.shape[-1]) >= triangles.LARGE
 
 
 def _matrix(vector: Tensor, left: Bands, right: Bands) -> Tensor:

@@ -182,7 +182,9 @@ class Tridiagonal(Family):
 
     def measure(self, units: Sequence[Unit], passes: Mapping[str, Any], current: base.Statistics) -> base.Statistics:
         """The moments of all layers; a coupling where two layers were seen at the same positions."""
-        like = next(passes[unit.name] for unit in units if unit.name in passes)
+        like = next((passes[unit.name] for unit in units if unit.name in passes), None)
+        if like is None:
+            return self.unmeasured(current)
         activations, gradients = [], []
         for unit in units:
             one = passes.get(unit.name)

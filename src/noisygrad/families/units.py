@@ -137,3 +137,69 @@ class Unit:
             for slot, part in self._split(segment)
         ]
         return torch.cat(parts, dim=-1)
+
+
+class Span:
+    """A piece of the flat vector that several units share: [start, start + size), as a family takes it."""
+
+    units: tuple[Unit, ...]
+    start: int
+    by_matrix: bool
+    """Whether it is taken as matrices [W | b], row by row; else parameter after parameter."""
+
+    @cached_property
+    def size(self) -> int:
+        """How many weights it has (per replica)."""
+        return sum(unit.size for unit in self.units)
+
+    @cached_property
+    def num_groups(self) -> int:
+        """How many independent sub-blocks (groups of a convolution) it consists of; 1 if it is one block."""
+        return self.units[0].groups if self.by_matrix else 1
+
+    @cached_property
+    def is_flat(self) -> bool:
+        """Whether `vector` is its part of the flat vector as it lies."""
+        plain = all(len(unit.slots) == 1 and not unit.has_custom_layout for unit in self.units)
+        return self.num_groups == 1 and (not self.by_matrix or (plain and len(self.units) == 1))
+
+    @cached_property
+    def batch(self) -> tuple[int, ...]:
+        """Leading dimensions of its family's tensors: replicas, then groups."""
+        return self.units[0].replicas + ((self.num_groups,) if self.num_groups > 1 else ())
+
+    def segment(self, flat: Tensor) -> Tensor:
+        """Its part of a flat vector, a view `[*replicas, size]`."""
+        return flat if self.size == flat.shape[-1] else flat[..., self.start : self.start + self.size]
+
+    def vector(self, flat: Tensor) -> Tensor:
+        """Its part of a flat vector in the layout of its family, `[*batch, n]`; a view where that has no matrices."""
+        part = self.segment(flat)
+        if self.by_matrix:
+            if len(self.units) == 1:
+                part = self.units[0].matrix(part)
+            else:
+                pieces = part.split([unit.size for unit in self.units], dim=-1)
+                part = torch.cat([unit.matrix(piece) for unit, piece in zip(self.units, pieces, strict=True)], dim=-1)
+        return self.batched(part)
+
+    def batched(self, part: Tensor) -> Tensor:
+        """`[*replicas, size]` in the layout of the family as `[*batch, n]`."""
+        return part.unflatten(-1, (self.num_groups, -1)) if self.num_groups > 1 else part
+
+    def write_(self, flat: Tensor, values: Tensor) -> None:
+        """The inverse of `vector`: put `[*batch, n]` into a flat vector."""
+        part = self.segment(flat)
+        values = values.flatten(start_dim=-2) if self.num_groups > 1 else values
+        if not self.by_matrix:
+            part.copy_(values)
+        elif len(self.units) == 1:
+            self.units[0].write_matrix_(part, values)
+        else:
+            sizes = [unit.size for unit in self.units]
+            for unit, piece, value in zip(self.units, part.split(sizes, -1), values.split(sizes, -1), strict=True):
+                unit.write_matrix_(piece, value)
+
+    def total(self, values: Tensor) -> Tensor:
+        """One number per replica from one per sub-block."""
+        return values.sum(dim=-1) if self.num_groups > 1 else values

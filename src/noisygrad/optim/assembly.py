@@ -15,7 +15,7 @@ from noisygrad.likelihoods import Likelihood
 from noisygrad.optim import execution
 from noisygrad.optim.draw import DrawnWeights, make_generators
 from noisygrad.optim.finite import FiniteGuard, RunningStatistics
-from noisygrad.optim.fisher import BatchMeasurement
+from noisygrad.optim.measurement import BatchMeasurement
 from noisygrad.optim.options import Options
 from noisygrad.optim.update import ParamGroups, Update
 from noisygrad.posterior.prior import BlockPriors

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from noisygrad.optim.execution import GraphCache
-from noisygrad.optim.fisher import Closure
+from noisygrad.optim.measurement import Closure
 from noisygrad.optim.optimizer import NoisyOptimizer
 
 _LOOK_EVERY = 100

@@ -2,14 +2,13 @@
 
 Algorithms 1 and 2 of the paper are one algorithm (`noisygrad.algorithm`); the families differ only in their blocks.
 Here is the shell that a user holds: param groups, `step`, `sampled`, the state. What a step is made of belongs to small
-objects: the weights that are drawn (`draw`), what the draws leave behind (`accumulate`), what a batch says (`fisher`),
-the step itself (`update`). Nothing in a step waits for a GPU: what a CPU checks at once, a GPU masks on the device and
-checks at the next refresh of the factors. Conventions: `docs/conventions.md`.
+objects: the weights that are drawn (`draw`), what batches leave behind (`measurement`), the step itself (`update`).
+Nothing in a step waits for a GPU: what a CPU checks at once, a GPU masks on the device and checks at the next refresh
+of the factors. Conventions: `docs/conventions.md`.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, overload
@@ -23,10 +22,9 @@ from noisygrad.curvature.fisher import FisherKind
 from noisygrad.distributed import Ranks
 from noisygrad.families.base import DampingMode
 from noisygrad.likelihoods import Likelihood
-from noisygrad.optim.accumulate import Accumulated
 from noisygrad.optim.assembly import assemble
 from noisygrad.optim.draw import Draw
-from noisygrad.optim.fisher import Closure
+from noisygrad.optim.measurement import Accumulated, Closure
 from noisygrad.optim.options import FisherPass, GroupPatterns, Options, Schedule, check_arguments, check_rates
 from noisygrad.optim.state import OptimizerState
 from noisygrad.optim.update import ParamGroups, Scaling
@@ -384,22 +382,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
                     capture.watch_backward = False
                 self.measurement.loss(self.accumulated, capture, *result).backward()
                 return
-            self._take_loss(result, capture)
-
-    def _take_loss(self, loss: object, capture: Capture | None) -> None:
-        """A closure has called `backward` by itself and returned its loss."""
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"the closure must return (output, target), or a loss; it returned {type(loss).__name__}")
-        warnings.warn(
-            "the closure returned a loss, not (output, target): the Fisher is then the empirical one, which is a worse "
-            "approximation. Return (model(x), y) for the true Fisher",
-            stacklevel=9,
-        )
-        if all(gradient is None for gradient in self._gradients()):
-            raise RuntimeError("the closure returned a loss without having called backward() on it")
-        self.accumulated.add_loss(loss)
-        if capture is not None:
-            self.measurement.take_empirical(self.accumulated, capture)
+            self.measurement.take_returned_loss(self.accumulated, capture, result, self._gradients())
 
     def _run(self, closure: Closure) -> tuple[Tensor, Tensor] | Tensor:
         earlier = self._gradients() if self.accumulated.draws else []

@@ -14,11 +14,10 @@ from noisygrad.algorithm.covariance import Covariance
 from noisygrad.algorithm.mean import MeanUpdate
 from noisygrad.distributed import Ranks
 from noisygrad.likelihoods import Likelihood
-from noisygrad.optim.accumulate import Accumulated
 from noisygrad.optim.draw import DrawnWeights
 from noisygrad.optim.execution import Executor
 from noisygrad.optim.finite import FiniteGuard
-from noisygrad.optim.fisher import BatchMeasurement
+from noisygrad.optim.measurement import Accumulated, BatchMeasurement
 from noisygrad.optim.options import Options
 from noisygrad.posterior.weights import FlatWeights
 

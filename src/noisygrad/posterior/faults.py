@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import accumulate
 
 from noisygrad.families.units import Unit
@@ -15,16 +14,12 @@ def format_names(names: Sequence[str]) -> str:
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
-@contextmanager
-def naming_layers(units: Sequence[Unit]) -> Iterator[None]:
-    """A FactorisationError inside names the layers at fault, or all of these where it may be any."""
-    try:
-        yield
-    except FactorisationError as error:
-        stops = list(accumulate(unit.size for unit in units))
-        names = [
-            unit.name
-            for unit, stop in zip(units, stops, strict=True)
-            if not error.weights or any(stop - unit.size <= place < stop for place in error.weights)
-        ]
-        raise FactorisationError(f"layer {format_names(names)}: {error}", error.condition, error.weights) from error
+def named_error(error: FactorisationError, units: Sequence[Unit]) -> FactorisationError:
+    """The error with the names of the layers at fault, or of all of these where it may be any."""
+    stops = list(accumulate(unit.size for unit in units))
+    names = [
+        unit.name
+        for unit, stop in zip(units, stops, strict=True)
+        if not error.weights or any(stop - unit.size <= place < stop for place in error.weights)
+    ]
+    return FactorisationError(f"layer {format_names(names)}: {error}", error.condition, error.weights)

@@ -19,11 +19,12 @@ from torch.func import functional_call
 from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
 from noisygrad.families.dense import LARGEST as LARGEST_DENSE
 from noisygrad.families.kl import kl_divergence, log_prob
-from noisygrad.kernels.precision import full_precision
+from noisygrad.kernels.factorisation import FactorisationError
+from noisygrad.kernels.switches import full_precision
 from noisygrad.likelihoods import Likelihood
 from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.coverage import Coverage
-from noisygrad.posterior.faults import naming_layers
+from noisygrad.posterior.faults import named_error
 from noisygrad.posterior.files import PosteriorFile
 from noisygrad.posterior.inputs import Call, Inputs, moved
 from noisygrad.posterior.normalisation import norm_batches, own_statistics, running_norms
@@ -86,8 +87,10 @@ class Posterior:
             return [(block, self._precision(block)) for block in self.structure.blocks if block.noise]
 
     def _precision(self, block: Block) -> Precision:
-        with naming_layers(block.units):
+        try:
             return self.statistics[block.name].factorise(self._gammas[block.name], 0.0, self.damping_mode)
+        except FactorisationError as error:
+            raise named_error(error, block.units) from error
 
     def noisy_blocks(self) -> list[tuple[Block, Precision]]:
         """Each block that has noise, with its P: Σ = (λ/N) P⁻¹. Raises for a point estimate, which has none."""

@@ -1,12 +1,12 @@
-"""What one batch says: its loss at drawn weights and, where a step is due to take them, its Fisher statistics."""
+"""What batches leave for a step: losses at drawn weights and, where they are due, Fisher statistics."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +17,132 @@ from noisygrad.curvature.capture import Capture, Record
 from noisygrad.curvature.fisher import depends_on, fisher_passes, passes_after_backward
 from noisygrad.curvature.passes import Pass
 from noisygrad.distributed import Ranks
+from noisygrad.families.base import Statistics
 from noisygrad.families.units import Unit
 from noisygrad.kernels.factorisation import capturing
 from noisygrad.likelihoods import Likelihood
-from noisygrad.optim.accumulate import Accumulated
-from noisygrad.optim.finite import FiniteGuard
+from noisygrad.optim.finite import FiniteGuard, FiniteTrace, known_finite
+from noisygrad.optim.fresh_pass import FirstExamples, evaluating_norms, half_of, is_out_of_memory
 from noisygrad.optim.options import Options
+from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.structure import Structure
 
 Closure = Callable[[], tuple[Tensor, Tensor] | Tensor]
 """Returns (output, target); or, having called `backward`, the mean loss."""
 
-_OUT_OF_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "unable to find an engine to execute")
+
+@dataclass
+class Accumulated:
+    """Sums over the draws, losses and statistics since the last step."""
+
+    weights: Tensor | None = None
+    """Σ over draws of the sampled weights, a flat vector."""
+    draws: int = 0
+    calls: int = 0
+    """How many losses were computed: the gradient is the mean over them."""
+    loss: Tensor | None = None
+    statistics: dict[str, Statistics] = field(default_factory=dict)
+    """The mean over examples of the moments, by block."""
+    examples: dict[str, float | Tensor] = field(default_factory=dict)
+    """How many examples each of them stands for: a tensor once averaged over ranks."""
+    units: set[str] = field(default_factory=set)
+    """Those that some statistics are of."""
+    known_finite: bool = True
+    """Whether all statistics were looked at and are finite; a GPU is not waited for."""
+    traces: list[FiniteTrace] = field(default_factory=list)
+    """Of each pass that is not known to be finite, where its numbers were."""
+    noise: Tensor | None = None
+    """Σ over losses of batch size × the likelihood's own statistic."""
+    noise_examples: float | Tensor = 0.0
+    expected_statistics: bool = False
+
+    def add_draw(self, weights: Tensor) -> None:
+        """Count one draw of the weights. The first is kept by reference: see `own_buffer`."""
+        self.draws += 1
+        self.weights = weights if self.weights is None else self.weights + weights
+
+    def own_buffer(self) -> None:
+        """Own the sum, since the buffer of the last draw is about to be overwritten."""
+        if self.draws == 1 and self.weights is not None:
+            self.weights = self.weights.clone()
+
+    def mean_weights(self) -> Tensor:
+        """The mean of the sampled weights over draws (and over ranks, once summed over them)."""
+        assert self.weights is not None
+        return self.weights if self.draws == 1 else self.weights / self.draws
+
+    def check_complete(self) -> None:
+        """Raise where there is nothing to make a step of, or where statistics are missing."""
+        if self.draws == 0:
+            raise RuntimeError("step() has nothing to work with: no sampled() context was entered since the last step")
+        if self.expected_statistics and self.calls == 0:
+            raise RuntimeError(
+                "this step was due to take statistics, but no loss was computed by draw.nll(output, target): the "
+                "Fisher, and so the width of the posterior, would be wrong"
+            )
+
+    def sum_over(self, ranks: Ranks, statistics: Mapping[str, Statistics]) -> None:
+        """Add up what all ranks have; batches may differ in size, and layers unused on one rank may be used on others.
+
+        `statistics` are those of the optimiser: every rank must send tensors for the same blocks in the same order.
+        """
+        if not ranks.active:
+            return
+        assert self.weights is not None
+        self.weights = self.weights.clone()
+        if self.expected_statistics:
+            self.known_finite = False  # this rank's may be, and another's not
+            self.statistics = {n: self.statistics.get(n, s.map(torch.zeros_like)) for n, s in statistics.items()}
+            self.examples = {n: self.weights.new_tensor(self.examples.get(n, 0.0)) for n in statistics}
+        self.noise_examples = self.weights.new_tensor(self.noise_examples)
+        counts = {name: count for name, count in self.examples.items() if isinstance(count, Tensor)}
+        for name, count in counts.items():
+            self.statistics[name] = self.statistics[name].map(lambda tensor, count=count: tensor * count)
+        sums = [tensor for s in self.statistics.values() for tensor in s.averages().values()]
+        noise = [] if self.noise is None else [self.noise]
+        ranks.sum_([self.weights, *sums, *counts.values(), self.noise_examples, *noise])
+        self.weights /= ranks.size
+        for name, count in counts.items():
+            self.statistics[name] = self.statistics[name].map(lambda t, count=count: t / count.clamp_min(1e-30))
+
+    @torch.no_grad()
+    def add_statistics(
+        self, blocks: Sequence[Block], passes: Mapping[str, Pass], weight: float, current: Mapping[str, Statistics]
+    ) -> None:
+        """Add one pass, counted as `weight` examples; `current` are the moving averages."""
+        finite = True
+        self.units.update(passes)
+        for block in blocks if passes else ():
+            measured = block.family.measure(block.units, passes, current[block.name])
+            finite = finite and known_finite(measured)
+            if block.name not in self.statistics:
+                self.statistics[block.name], self.examples[block.name] = measured, weight
+                continue
+            self.examples[block.name] += weight
+            self.statistics[block.name].update_(measured, 1.0 - weight / self.examples[block.name])
+        if not finite:
+            self.known_finite = False
+            self.traces += FiniteTrace.of(passes)
+
+    def drop_statistics(self) -> None:
+        """Give up what was measured, to measure again."""
+        self.statistics, self.examples, self.traces, self.known_finite = {}, {}, [], True
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Count one loss; the value is kept for reporting."""
+        self.calls += 1
+        self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
+
+    def mean_loss(self) -> Tensor | None:
+        """The mean of the losses, if there was one."""
+        return self.loss if self.loss is None or self.calls == 1 else self.loss / self.calls
+
+    def add_noise(self, statistic: Tensor | None, batch: int) -> None:
+        """Add what one batch says about the observation noise."""
+        if statistic is None:
+            return
+        self.noise = statistic * batch if self.noise is None else self.noise + statistic * batch
+        self.noise_examples += batch
 
 
 class BatchMeasurement:
@@ -68,8 +182,9 @@ class BatchMeasurement:
         self._options, self._generators, self._guard, self._ranks = options, generators, guard, ranks
         self._deferred, self._dtype, self._device = deferred, dtype, device
         self._warned = False
+        self._units = structure.units
         self._others = [
-            (unit, structure.parameters[unit.slots[0].parameter]) for unit in structure.units if unit.kind == "other"
+            (unit, structure.parameters[unit.slots[0].parameter]) for unit in self._units if unit.kind == "other"
         ]
 
     # ---------------------------------------------------------------- losses
@@ -145,10 +260,23 @@ class BatchMeasurement:
             accumulated.add_statistics(self._structure.blocks, one, keep, self._fisher.statistics)
             del one  # before the next is made
 
-    def take_empirical(self, accumulated: Accumulated, capture: Capture) -> None:
-        """Add what a backward pass of the user's own says, of a mean loss: the empirical Fisher."""
-        batch, passes = self._passes_of_backward(capture.take())
-        accumulated.add_statistics(self._structure.blocks, passes, batch, self._fisher.statistics)
+    def take_returned_loss(
+        self, accumulated: Accumulated, capture: Capture | None, loss: object, gradients: Sequence[Tensor | None]
+    ) -> None:
+        """A closure has called `backward` by itself and returned its mean loss: take the empirical Fisher."""
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"the closure must return (output, target), or a loss; it returned {type(loss).__name__}")
+        warnings.warn(
+            "the closure returned a loss, not (output, target): the Fisher is then the empirical one, which is a worse "
+            "approximation. Return (model(x), y) for the true Fisher",
+            stacklevel=9,
+        )
+        if all(gradient is None for gradient in gradients):
+            raise RuntimeError("the closure returned a loss without having called backward() on it")
+        accumulated.add_loss(loss)
+        if capture is not None:
+            batch, passes = self._passes_of_backward(capture.take())
+            accumulated.add_statistics(self._structure.blocks, passes, batch, self._fisher.statistics)
 
     def _passes_of_backward(self, records: list[Record]) -> tuple[int, dict[str, Pass]]:
         """How many examples a batch had that the user has differentiated, and its passes.
@@ -204,7 +332,7 @@ class BatchMeasurement:
         parameters, seen = self._structure.parameters, accumulated.units
         uncalled = [
             unit.name
-            for unit in self._structure.units
+            for unit in self._units
             if unit.name not in seen and any(parameters[slot.parameter].grad is not None for slot in unit.slots)
         ]
         if not uncalled:
@@ -218,74 +346,3 @@ class BatchMeasurement:
             "an nn.Parameter of a module of your own, which gets a diagonal block",
             stacklevel=7,
         )
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Also where a library of the GPU's has not found the memory that it works in, and says so in its own way."""
-    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in _OUT_OF_MEMORY)
-
-
-def half_of(examples: int, advice: str) -> int:
-    """How many examples statistics are taken from when memory did not suffice for this many; with a warning."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    warnings.warn(
-        f"out of memory while taking statistics: from now on they are taken from {examples // 2} examples of a batch. "
-        f"{advice}",
-        stacklevel=3,
-    )
-    return examples // 2
-
-
-@contextmanager
-def evaluating_norms(model: nn.Module) -> Iterator[None]:
-    """Layers of batch normalisation are in evaluation mode inside."""
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
-    for norm in norms:
-        norm.eval()
-    try:
-        yield
-    finally:
-        for norm in norms:
-            norm.train()
-
-
-class FirstExamples:
-    """Lets a model see the first examples of a batch: of every tensor it is called with that is as long as the first.
-
-    Args:
-        limit: How many; None for all.
-    """
-
-    def __init__(self, limit: int | None) -> None:
-        self._limit = limit
-        self.given = 0
-        """How many examples the model was last called with."""
-        self.cut = False
-        """Whether they were fewer than it was to be called with."""
-
-    @contextmanager
-    def of(self, model: nn.Module) -> Iterator[None]:
-        """Inside, calls of the model are watched, before any hook of the user's."""
-        handle = model.register_forward_pre_hook(self._watch, prepend=True, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def _watch(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        batches = [len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim()]
-        if not batches:
-            return None
-        batch = batches[0]
-        self.given = batch if self._limit is None else min(batch, self._limit)
-        self.cut = self.given < batch
-        if not self.cut:
-            return None
-
-        def part(value: Any) -> Any:
-            return value[: self.given] if isinstance(value, Tensor) and value.dim() and len(value) == batch else value
-
-        return tuple(map(part, args)), {name: part(value) for name, value in kwargs.items()}
