@@ -93,7 +93,7 @@ def train_replicas(
     if len(streams.seeds) != learner.replicas:
         raise ValueError(f"there are {learner.replicas} replicas, but the streams of {len(streams.seeds)}")
     engine = _Engine(learner, x, y, min(batch_size, x.shape[1]), streams)
-    how = _execution(execution, learner.device, epochs * engine.steps_per_epoch)
+    how = _execution(execution, learner.device, epochs * engine.steps_per_epoch) if learner.traceable else "eager"
     run = _Stepper(engine, how)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch")  # of the compiler, about itself

@@ -27,6 +27,7 @@ class Learner(ABC):
         refresh_every: `refresh_` is due in each step whose number this divides, and in steps 1, 2, 4, … below it; 0
             means never.
         compile_options: What `torch.compile` needs to be told for this learner's step.
+        traceable: Whether `step_` and `move_` can be compiled and captured.
         refresh_traceable: Whether `refresh_` can be compiled and captured (a Cholesky can, an `eigh` can not).
     """
 
@@ -35,6 +36,7 @@ class Learner(ABC):
     dtype: torch.dtype
     anneal: Tensor
     refresh_every: int = 0
+    traceable: ClassVar[bool] = True
     refresh_traceable: bool = True
     compile_options: ClassVar[dict[str, str | int | bool | Callable[..., object]] | None] = None
 

@@ -20,6 +20,7 @@ from noisygrad_paper.baselines.pbp import PBP
 from noisygrad_paper.baselines.pbp_mv import PBPMV
 from noisygrad_paper.baselines.vmg import VMG
 from noisygrad_paper.data import Standardised
+from noisygrad_paper.experiments.public_optimizer import OptimizerLearner
 
 Config = dict[str, Any]
 Make = Callable[[Config, Standardised, Sequence[torch.Generator], str], Learner]
@@ -102,6 +103,25 @@ def _noisy(
         )
 
     return Method(config, learner, cost, only)
+
+
+def _public_optimizer() -> Method:
+    """`NNG-MVG` by the optimiser that users have, to be compared with the engine's."""
+    engine = METHODS["NNG-MVG"]
+
+    def learner(config: Config, data: Standardised, generators: Sequence[torch.Generator], device: str) -> Learner:
+        names = asdict(NoisySettings())
+        return OptimizerLearner(
+            _network(config, data),
+            _likelihood(config),
+            NoisySettings(**{name: config[name] for name in names}),
+            num_data=data.x_train.shape[1],
+            generators=generators,
+            device=device,
+            dtype=getattr(torch, config["dtype"]),
+        )
+
+    return Method(engine.config, learner, cost=5.0)
 
 
 def _bbb() -> Method:
@@ -219,6 +239,7 @@ def _vmg() -> Method:
 METHODS: dict[str, Method] = {
     "NNG-MVG": _noisy(family="kronecker"),
     "NNG-FFG": _noisy(family="diagonal", cost=0.5),
+    "NNG-EMVG": _noisy(family="eigen", factor_every=20, cost=3.0),
     "NNG-BlkTri": _noisy(family="tridiagonal", factor_every=20, cost=2.0),
     "NNG-full": _noisy(family="full", factor_every=20, cost=10.0, only=SMALL_SETS),
     "BBB": _bbb(),
@@ -228,6 +249,7 @@ METHODS: dict[str, Method] = {
     "NNG-MVG/point-noise": _noisy(family="kronecker", noise_prior=None),
     "point": _noisy(family="kronecker", noise=False, noise_prior=None),
 }
+METHODS["NNG-MVG/optimizer"] = _public_optimizer()
 
 
 def find_method(name: str) -> Method:
