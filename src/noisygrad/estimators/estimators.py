@@ -26,17 +26,18 @@ from noisygrad.estimators.tables import checked_inputs, moments
 from noisygrad.kernels.threads import one_thread
 from noisygrad.likelihoods import Categorical, Gaussian, Likelihood
 from noisygrad.networks import MLP
-from noisygrad.optim import NoisyAdam, NoisyBlockTridiagonal, NoisyFull, NoisyKFAC, NoisyOptimizer
+from noisygrad.optim import NoisyAdam, NoisyBlockTridiagonal, NoisyEKFAC, NoisyFull, NoisyKFAC, NoisyOptimizer
 from noisygrad.posterior import Posterior
 from noisygrad.predictions import CategoricalPrediction, RegressionPrediction
 from noisygrad.training import CosineDecay, train
 
 Floats = NDArray[np.float64]
-PosteriorName = Literal["diagonal", "kronecker", "tridiagonal", "full"]
+PosteriorName = Literal["diagonal", "kronecker", "eigen", "tridiagonal", "full"]
 
 OPTIMIZERS: dict[str, type[NoisyOptimizer]] = {
     "diagonal": NoisyAdam,
     "kronecker": NoisyKFAC,
+    "eigen": NoisyEKFAC,
     "tridiagonal": NoisyBlockTridiagonal,
     "full": NoisyFull,
 }
@@ -196,7 +197,8 @@ class NoisyRegressor(MultiOutputMixin, RegressorMixin, _NoisyEstimator):  # type
     precision.
 
     Args:
-        posterior: The family of the covariance: "diagonal", "kronecker", "tridiagonal" or "full" (for networks of up to
+        posterior: The family of the covariance: "diagonal", "kronecker", "eigen" (the Kronecker family with a spectrum
+            of its own), "tridiagonal" or "full" (for networks of up to
             a few thousand weights: memory grows with the square of their number).
         hidden: Widths of the hidden layers (ReLU); () for a linear model.
         epochs: Passes over the data. None: 250 + 2n steps in all (n rows), at most 20 000; for a full covariance of
