@@ -12,7 +12,8 @@ import rich.console
 from noisygrad import plots
 from noisygrad.pages.tables import ComparisonTable, Entry
 from noisygrad.palette import INK, ON_DARK
-from noisygrad_paper.report import Column, Page, Table
+from noisygrad.pages.page import Page
+from noisygrad.pages.tables import Column, Table
 
 REFERENCES = {"src", "srcset", "href", "poster", "data", "action", "background"}
 VOID = {"meta", "img", "source", "br", "link", "input"}
