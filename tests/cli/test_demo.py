@@ -72,7 +72,7 @@ def test_unwritable_folder_is_refused(tmp_path, monkeypatch):
     def refuse(**_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("noisygrad.cli.main.tempfile.NamedTemporaryFile", refuse)
+    monkeypatch.setattr("noisygrad.cli.output.tempfile.NamedTemporaryFile", refuse)
     done = runner.invoke(main, ["demo", "--output", str(tmp_path / "page.html")])
     assert done.exit_code == 2
     assert re.search(r"Permission[\s│]+denied", done.output)

@@ -20,6 +20,7 @@ from noisygrad.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedas
 from noisygrad.posterior.weights import evaluating
 from noisygrad.priors import PriorVariance, check_patterns, check_prior_variance, is_improper, prior_precision
 from noisygrad_paper.baselines.hmc_posterior import HMCPosterior, wide
+from noisygrad_paper.extras import require
 
 if TYPE_CHECKING:
     from noisygrad_paper.baselines.jax_sampler import Potential

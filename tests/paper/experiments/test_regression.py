@@ -11,7 +11,6 @@ import pytest
 from typer.testing import CliRunner
 
 from noisygrad.cli.main import main
-from noisygrad.pages.comparison import LOG_LIKELIHOOD, RMSE
 from noisygrad_paper.data import standardised
 from noisygrad_paper.data.splits import standard_splits
 from noisygrad_paper.data.tables import Table
@@ -19,6 +18,7 @@ from noisygrad_paper.experiments.cells import Results
 from noisygrad_paper.experiments.methods import METHODS, SMALL_SETS
 from noisygrad_paper.experiments.regression import DATA, annealing, held_out, plan, run_job
 from noisygrad_paper.report import paper
+from noisygrad_paper.report.comparison import LOG_LIKELIHOOD, RMSE
 from noisygrad_paper.report.reasons import REASONS
 from noisygrad_paper.report.regression import shortfalls
 from noisygrad_paper.report.study import Study
