@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from noisygrad.families import dense, diagonal, kronecker, tridiagonal
-from noisygrad.families.base import DampingMode, Precision, Prior, Statistics, joined
+from noisygrad.families.base import DampingMode, FactoredCovariance, Precision, Prior, Statistics, joined
 from noisygrad.families.kl import kl_divergence
 from noisygrad.kernels.factorisation import FactorisationError, unchecked
 from noisygrad.kernels.moments import second_moment
@@ -67,6 +67,12 @@ class NoisySettings:
                 "momentum must lie in [0, 1), fisher_rate in (0, 1] and damping be at least 0; got "
                 f"{self.momentum!r}, {self.fisher_rate!r}, {self.damping!r}"
             )
+
+    def learner(
+        self, network: Perceptrons, likelihood: Gaussian, *, num_data: int, generators: Sequence[torch.Generator]
+    ) -> NoisyLearner:
+        """Perceptrons that are trained with these settings, one replica for each generator."""
+        return NoisyLearner(network, likelihood, self, num_data=num_data, generators=generators)
 
 
 class NoisyLearner(VariationalLearner):
@@ -277,6 +283,20 @@ class NoisyLearner(VariationalLearner):
             for precision, prior, mean in zip(self.samplers, self._priors, self._split(self.mean), strict=True)
         ]
         return torch.stack(parts).sum(0)
+
+    def layer_covariances(self, replica: int) -> list[FactoredCovariance | Tensor]:
+        """λ/N times P⁻¹ of each layer."""
+        if not self.settings.noise:
+            raise ValueError("a point estimate (noise=False) has no covariance: train with noise=True")
+        found: list[FactoredCovariance | Tensor] = []
+        for precision in self.samplers:
+            covariance = precision.layer_covariance()
+            if isinstance(covariance, Tensor):
+                found += self.network.matrices(self._scale**2 * covariance[replica])
+            else:
+                own = covariance.map(lambda tensor: tensor[replica])
+                found.append(dataclasses.replace(own, left=self._scale * own.left))
+        return found
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The KL of the weights, of a posterior that is used; factorisations refused; the share of steps clipped."""
