@@ -18,11 +18,11 @@ from torch import Tensor
 
 from noisygrad.replicas.engine import Execution
 from noisygrad.training.threads import one_thread
-from noisygrad.versions import device_name
 from noisygrad_paper.baselines.hmc import HMCSettings
 from noisygrad_paper.data import Table, load_table, standardised
 from noisygrad_paper.experiments.cells import Cell, Job
 from noisygrad_paper.experiments.changes import check_changes, named_after
+from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.few_labels import (
     DATA,
     METHODS,

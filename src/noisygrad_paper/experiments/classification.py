@@ -22,12 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from noisygrad.distributed import mean_of_processes, processes
-from noisygrad.networks import VGG16, ConvNet
+from noisygrad.distributed import processes
 from noisygrad.optim.generators import BETWEEN_RANKS
 from noisygrad.training.history import EpochRecord, History
 from noisygrad.training.loop import train
-from noisygrad.versions import device_name
 from noisygrad_paper.data.images import Images, load_images, load_out_of_distribution, subset
 from noisygrad_paper.experiments.augmentation import random_crop
 from noisygrad_paper.experiments.calibration import (
@@ -42,6 +40,7 @@ from noisygrad_paper.experiments.calibration import (
 from noisygrad_paper.experiments.cells import Cell, Job
 from noisygrad_paper.experiments.changes import check_changes, named_after
 from noisygrad_paper.experiments.configurations import BF16, CONFIGURATIONS, LEARNED_NORM, full_name, has
+from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.image_methods import (
     METHODS,
     Config,
@@ -53,6 +52,8 @@ from noisygrad_paper.experiments.image_methods import (
     settings,
 )
 from noisygrad_paper.experiments.image_problems import PROBLEMS
+from noisygrad_paper.experiments.processes import mean_of_processes
+from noisygrad_paper.networks import VGG16, ConvNet
 
 EXPERIMENT = "classification"
 VALIDATION = "classification-validation"

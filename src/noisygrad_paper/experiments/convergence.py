@@ -23,9 +23,9 @@ from torch import Tensor
 from noisygrad.replicas.engine import Execution, ReplicaGenerators, train_replicas
 from noisygrad.replicas.variational import VariationalLearner
 from noisygrad.training.threads import one_thread
-from noisygrad.versions import device_name
 from noisygrad_paper.data import load_table, splits_of, standardised
 from noisygrad_paper.experiments.cells import Cell, Job
+from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.methods import UnknownMethodError, find_method
 from noisygrad_paper.experiments.regression import Report, problem_of
 

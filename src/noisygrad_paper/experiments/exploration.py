@@ -31,11 +31,11 @@ from noisygrad.exploration import (
 )
 from noisygrad.replicas.noisy import NoisySettings
 from noisygrad.training.threads import one_thread
-from noisygrad.versions import device_name
 from noisygrad_paper.baselines.bbb import BBBSettings
 from noisygrad_paper.environments import TASKS
 from noisygrad_paper.experiments.cells import Cell, Job
 from noisygrad_paper.experiments.changes import check_changes, named_after
+from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.exploration_conditions import (
     ALONE,
     BLOCKWISE,

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from noisygrad.replicas.engine import Execution
 from noisygrad.training.threads import one_thread
-from noisygrad.versions import device_name
 from noisygrad_paper.data import load_table, standardised
 from noisygrad_paper.experiments.cells import Cell, Job
+from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.few_labels import DATA, METHODS, FewPoints, trial
 
 EXPERIMENT = "hmc-correlation"

@@ -27,9 +27,10 @@ from noisygrad.replicas.engine import Execution, ReplicaGenerators, train_replic
 from noisygrad.replicas.noisy import Family, NoisyLearner, NoisySettings
 from noisygrad.replicas.perceptrons import Perceptrons
 from noisygrad.training.threads import one_thread
-from noisygrad.versions import device_name, versions
+from noisygrad.versions import versions
 from noisygrad_paper.data import Standardised, load_table, standardised
 from noisygrad_paper.experiments.cells import ConfigurationError, ResultsError
+from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.regression import annealing
 
 EXPERIMENT = "precision-matrices"

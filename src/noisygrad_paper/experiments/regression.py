@@ -22,11 +22,11 @@ from torch import Tensor
 from noisygrad.replicas.engine import Execution, ReplicaGenerators, train_replicas
 from noisygrad.replicas.learner import Learner
 from noisygrad.training.threads import one_thread
-from noisygrad.versions import device_name
 from noisygrad_paper.data import Split, Standardised, Table, load_table, splits_of, standard_splits, standardised
 from noisygrad_paper.data.own_csv import read_csv_table
 from noisygrad_paper.experiments.cells import Cell, Job
 from noisygrad_paper.experiments.changes import check_changes, named_after
+from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.methods import Problem, find_method
 
 EXPERIMENT = "regression"

@@ -13,9 +13,10 @@ from scipy import stats
 from torch import Tensor, nn
 
 import noisygrad as ng
-from noisygrad.networks import MLP, ConvNet
+from noisygrad.networks import MLP
 from noisygrad_paper.baselines import hmc
 from noisygrad_paper.baselines.hmc import HMC, HMCPosterior, HMCSettings
+from noisygrad_paper.networks import ConvNet
 from support.truth import normal
 
 pytest.importorskip("numpyro")
