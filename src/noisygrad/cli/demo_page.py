@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from noisygrad import plots
-from noisygrad.cli.demo_fits import FAMILIES, DataName, Demo, Fit
+from noisygrad.cli.demo_fits import FAMILIES, HIDDEN, TEST_SHARE, DataName, Demo, Fit
 from noisygrad.pages.page import Page
 from noisygrad.pages.tables import Cell, Column, Table
 from noisygrad.posterior import Posterior
@@ -50,7 +50,7 @@ def demo_table(demo: Demo, data: DataName) -> Table:
 
 def _row(fit: Fit) -> dict[str, Cell]:
     shown = {name: 100 * value if name in _SHARES else value for name, value in fit.metrics.items()}
-    return {"method": fit.method, "seconds": fit.seconds, **shown}
+    return {"method": fit.method, **shown}
 
 
 def demo_page(demo: Demo) -> Page:
@@ -151,11 +151,9 @@ def _settings(page: Page, demo: Demo) -> None:
     page.pairs(
         {
             "seed": config.seed,
-            "share of test examples": f"{config.test_share:.0%}",
-            "hidden layers, diabetes": " + ".join(map(str, config.regression_hidden)),
-            "hidden layers, digits": " + ".join(map(str, config.classification_hidden)),
-            "epochs, diabetes": config.regression_epochs or "chosen by the estimator",
-            "epochs, digits": config.classification_epochs or "chosen by the estimator",
+            "share of test examples": f"{TEST_SHARE:.0%}",
+            **{f"hidden layers, {data}": " + ".join(map(str, sizes)) for data, sizes in HIDDEN.items()},
+            "epochs": config.epochs or "chosen by the estimator",
             "weight of the KL (λ)": shared["kl_weight"],
             "prior variance (η)": shared["prior_variance"],
             "weight samples per prediction": config.num_samples,
