@@ -114,7 +114,7 @@ def _add(point: EntryPoint) -> None:
     """Add another package's command; one that cannot be imported says why when it is called, and spoils no other."""
     try:
         command = point.load()
-    except ImportError as error:
+    except (ImportError, AttributeError) as error:
         anything = {"ignore_unknown_options": True, "allow_extra_args": True}
         main.command(point.name, help="Cannot be imported.", context_settings=anything)(_unavailable(point, error))
         return
@@ -124,7 +124,7 @@ def _add(point: EntryPoint) -> None:
         main.command(point.name)(command)
 
 
-def _unavailable(point: EntryPoint, error: ImportError) -> Callable[[], None]:
+def _unavailable(point: EntryPoint, error: Exception) -> Callable[[], None]:
     reason = f"Error: the command {point.name} is in {point.value}, which cannot be imported: {error}"
 
     def tell() -> None:
