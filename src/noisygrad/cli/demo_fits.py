@@ -78,7 +78,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Fit:
+class DemoFit:
     """One method on one data set: what it predicts for the test examples, and how good that is."""
 
     data: DataName
@@ -96,9 +96,9 @@ class Demo:
 
     config: DemoConfig
     splits: dict[DataName, Split]
-    fits: tuple[Fit, ...]
+    fits: tuple[DemoFit, ...]
 
-    def of(self, data: DataName) -> dict[str, Fit]:
+    def of(self, data: DataName) -> dict[str, DemoFit]:
         """The fits to one data set by method."""
         return {fit.method: fit for fit in self.fits if fit.data == data}
 
@@ -128,7 +128,7 @@ def load_split(data: DataName, config: DemoConfig) -> Split:
     return Split(train_x=train_x, train_y=train_y, test_x=test_x, test_y=test_y)
 
 
-def _fit(data: DataName, method: str, split: Split, config: DemoConfig) -> Fit:
+def _fit(data: DataName, method: str, split: Split, config: DemoConfig) -> DemoFit:
     regression = data == "diabetes"
     estimator = (NoisyRegressor if regression else NoisyClassifier)(
         posterior=METHODS[method],
@@ -152,4 +152,4 @@ def _fit(data: DataName, method: str, split: Split, config: DemoConfig) -> Fit:
         found["ece"] = metrics.ece(prediction, target)
     if method != "point":
         found["kl"] = float(posterior.kl())
-    return Fit(data, method, posterior, prediction, found, estimator.get_params())
+    return DemoFit(data, method, posterior, prediction, found, estimator.get_params())

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from noisygrad import plots
-from noisygrad.cli.demo_fits import FAMILIES, HIDDEN, TEST_SHARE, DataName, Demo, Fit
+from noisygrad.cli.demo_fits import FAMILIES, HIDDEN, TEST_SHARE, DataName, Demo, DemoFit
 from noisygrad.pages.page import Page
 from noisygrad.pages.tables import Cell, Column, Table
 from noisygrad.posterior import Posterior
@@ -48,7 +48,7 @@ def demo_table(demo: Demo, data: DataName) -> Table:
     return Table(columns=_COLUMNS[data], rows=[_row(fit) for fit in demo.of(data).values()], caption=caption)
 
 
-def _row(fit: Fit) -> dict[str, Cell]:
+def _row(fit: DemoFit) -> dict[str, Cell]:
     shown = {name: 100 * value if name in _SHARES else value for name, value in fit.metrics.items()}
     return {"method": fit.method, **shown}
 
@@ -168,7 +168,7 @@ def _chosen(items: Mapping[str, Item], *names: str) -> dict[str, Item]:
     return {name: items[name] for name in names}
 
 
-def _regression_prediction(fit: Fit) -> RegressionPrediction:
+def _regression_prediction(fit: DemoFit) -> RegressionPrediction:
     if not isinstance(fit.prediction, RegressionPrediction):
         raise TypeError(f"a prediction of numbers was expected for {fit.data}; got {type(fit.prediction).__name__}")
     return fit.prediction

@@ -38,7 +38,7 @@ _CHUNK = 512
 """Transitions whose gain is computed at a time, so that their inner products stay in the processor's cache."""
 
 
-class Fit(Protocol):
+class LearnerSettings(Protocol):
     """The settings of a way to fit posteriors to perceptrons."""
 
     def learner(
@@ -52,7 +52,7 @@ class Fit(Protocol):
 class DynamicsSettings:
     """How a model of the dynamics is made and trained; raises ValueError when made with a value out of range."""
 
-    fit: Fit
+    fit: LearnerSettings
     """The posterior and its optimiser, such as `NoisySettings`; its covariance must have a closed form layer by layer
     (of the built-in families, diagonal and Kronecker)."""
     num_data: int = 2500  # N

@@ -138,7 +138,7 @@ class HMC:
     def _make_sampler(self) -> Any:
         require("HMC", "jax", "numpyro")
         from noisygrad_paper.baselines.jax_networks import as_jax
-        from noisygrad_paper.baselines.jax_sampler import Sampler, Schedule
+        from noisygrad_paper.baselines.jax_sampler import ChainSampler, Schedule
 
         chosen = self.settings
         schedule = Schedule(
@@ -149,7 +149,7 @@ class HMC:
             target_accept=chosen.target_accept,
         )
         self._network = as_jax(self.model)
-        return Sampler(self._potential(self._network), schedule)
+        return ChainSampler(self._potential(self._network), schedule)
 
     def _potential(self, network: Callable[..., Any]) -> Potential:
         import jax.numpy as jnp

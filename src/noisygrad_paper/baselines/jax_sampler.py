@@ -40,7 +40,7 @@ class Schedule:
     target_accept: float
 
 
-class Sampler:
+class ChainSampler:
     """Chains for R data sets, `[R, C]` of them; `start`, then `warm_up`, then `draw` as often as needed.
 
     Args:

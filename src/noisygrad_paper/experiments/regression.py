@@ -22,7 +22,7 @@ from torch import Tensor
 from noisygrad.replicas.engine import Execution, ReplicaGenerators, train_replicas
 from noisygrad.replicas.learner import Learner
 from noisygrad.training.threads import one_thread
-from noisygrad_paper.data import Split, Standardised, Table, load_table, splits_of, standard_splits, standardised
+from noisygrad_paper.data import DataTable, Split, Standardised, load_table, splits_of, standard_splits, standardised
 from noisygrad_paper.data.own_csv import read_csv_table
 from noisygrad_paper.experiments.cells import Cell, Job
 from noisygrad_paper.experiments.changes import check_changes, named_after
@@ -94,7 +94,7 @@ def plan(
     return sorted(jobs, key=lambda job: job.cost)
 
 
-def problem_of(table: Table) -> Problem:
+def problem_of(table: DataTable) -> Problem:
     """What a method's settings depend on."""
     hidden = 100 if table.name in _WIDE else 50
     return Problem(
@@ -199,10 +199,10 @@ def _tensor(array: np.ndarray[Any, Any], learner: Learner) -> Tensor:
     return torch.from_numpy(array).to(device=learner.device, dtype=learner.dtype)
 
 
-def _table(name: str, data_dir: str | Path | None, csv: tuple[str, str] | None) -> Table:
+def _table(name: str, data_dir: str | Path | None, csv: tuple[str, str] | None) -> DataTable:
     # A table of one's own must not pass for one of ours, whatever its file is called.
     return load_table(name, data_dir) if csv is None else replace(read_csv_table(*csv), name=name)
 
 
-def _splits(table: Table, csv: tuple[str, str] | None) -> list[Split]:
+def _splits(table: DataTable, csv: tuple[str, str] | None) -> list[Split]:
     return splits_of(table.name) if csv is None else standard_splits(table.rows, OWN_SPLITS)
