@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import importlib.util
 
 INSTALL = "pip install 'noisygrad[paper]'"
 
@@ -23,6 +23,6 @@ def require(what: str, *packages: str) -> None:
 
 def _installed(name: str) -> bool:
     try:
-        return find_spec(name) is not None
+        return importlib.util.find_spec(name) is not None
     except ImportError:
         return False

@@ -83,8 +83,8 @@ class InformationGain(BaseCallback):
     """Gives an on-policy algorithm of stable-baselines3 a reward for what its actions teach about the world.
 
     After each rollout the bonus is added to the rewards in the buffer, and returns and advantages are computed anew.
-    It works with PPO, A2C, sb3-contrib's TRPO and their kin, on any environment whose observations and actions are in
-    a Box. `algorithm.learn` may be called again with the same object: it goes on with what it knows.
+    It works with PPO, A2C, sb3-contrib's TRPO and other on-policy algorithms, on any environment whose observations
+    and actions are in a Box. `algorithm.learn` may be called again with the same object: it goes on with what it knows.
 
     Args:
         model: The settings of the model: a name in `MODELS` ("NNG-MVG", "NNG-FFG") or your own.

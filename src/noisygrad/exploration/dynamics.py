@@ -33,7 +33,7 @@ from noisygrad.training.threads import one_thread
 Array = NDArray[np.float64]
 
 _NOISE_AHEAD = 50
-"""For so many updates random numbers are drawn at a time."""
+"""Random numbers are drawn for this many updates at a time."""
 _CHUNK = 512
 """Transitions whose gain is computed at a time, so that their inner products stay in the processor's cache."""
 

@@ -45,7 +45,7 @@ class HMCSettings:
     leapfrog_steps: int = 32
     target_accept: float = 0.8
     largest_rhat: float = 1.01
-    """Chains are made longer until R̂ of the predictions is at most this, or there were so many `extensions`."""
+    """Chains are made longer until R̂ of the predictions is at most this, or there were this many `extensions`."""
     extensions: int = 2
     """Each takes as many samples again as there are."""
 

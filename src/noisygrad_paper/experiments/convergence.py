@@ -61,7 +61,7 @@ ELBO_SAMPLES = 50
 Rates: TypeAlias = dict[tuple[str, str], float]
 """A step size by data set and method."""
 _LAST = 20
-"""The end of a training is the last one of so many parts of its evaluations, as in the report."""
+"""The end of a training is the last one of this many parts of its evaluations, as in the report."""
 
 
 def tuning_plan(

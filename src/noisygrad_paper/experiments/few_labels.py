@@ -50,7 +50,7 @@ def trial(table: DataTable, seed: int, pool: int = 0) -> Trial:
     """The rows of a trial, of which the first `LABELLED` and the next `OTHERS` are taken in random order.
 
     Raises:
-        ValueError: Where the table has too few rows for that and a pool of so many.
+        ValueError: Where the table has too few rows for that and a pool of this many.
     """
     needed = LABELLED + OTHERS + pool
     if table.rows < needed:

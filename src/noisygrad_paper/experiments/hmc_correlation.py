@@ -98,7 +98,7 @@ def run_job(
 
 
 def _short(values: torch.Tensor) -> list[float]:
-    """With so many digits as matter to a correlation."""
+    """With as many digits as matter to a correlation."""
     return [float(f"{value:.{_DIGITS}g}") for value in values.tolist()]
 
 

@@ -62,7 +62,7 @@ class PrecisionConfig:
     """What both rates are multiplied by in the second half of the epochs."""
     kl_clip: float = 1e-3  # c
     factor_every: int = 20  # T_inv
-    """Of the families whose factorisation is dear: block tridiagonal and full."""
+    """Of the families whose factorisation is expensive: block tridiagonal and full."""
     noise_prior: tuple[float, float] = (6.0, 6.0)
     seed: int = 0
 

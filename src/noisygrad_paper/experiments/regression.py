@@ -38,7 +38,7 @@ MORE_DATA = ("year", "diabetes")
 """Sets that are run if asked for: the paper's largest, which is fetched apart, and scikit-learn's own."""
 
 _LARGE = 3000
-"""From so many rows on, batches are of 100, as the paper says; of 500 for year."""
+"""From this many rows on, batches are of 100, as the paper says; of 500 for year."""
 _WIDE = ("protein", "year")
 OWN_SPLITS = 20
 _HELD_OUT = 0.2
@@ -64,7 +64,7 @@ def plan(
         data: Names of data sets; with `csv`, its name.
         methods: Names of methods.
         epochs: Instead of each method's own.
-        splits: Only the first so many splits of each set.
+        splits: Only the first splits, this many, of each set.
         data_dir: Where the data lie.
         csv: A file of the user's own and its target column.
         seed: Of all random numbers; a replicate's seed follows from it.

@@ -60,7 +60,7 @@ def sections(results: Path, page: ReportPage) -> None:
 
 
 def _details(page: ReportPage, study: Study, data: str, topic: str) -> None:
-    """Calibration, how the trainings went, and what spoilt images do, of one data set."""
+    """Calibration, how the trainings went, and what corrupted images do, of one data set."""
     add_scores(page, study, data, topic)
     add_reliability(page, study, data, topic)
     _curves(page, study, data, topic)

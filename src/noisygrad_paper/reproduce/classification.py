@@ -49,7 +49,7 @@ def classification(
     device: Device = "cpu",
     workers: Workers = 1,
     epochs: Epochs = None,
-    train_size: Annotated[int | None, typer.Option(min=1, help="Only so many training images.")] = None,
+    train_size: Annotated[int | None, typer.Option(min=1, help="Only this many training images.")] = None,
     learned_norm: Annotated[
         bool, typer.Option("--learned-norm", help="Learn scales and shifts of batch norm, unlike the paper.")
     ] = False,

@@ -32,7 +32,7 @@ from noisygrad_paper.reproduce.options import (
     run_missing,
 )
 
-Trials = Annotated[int | None, typer.Option(min=1, help="Only the first so many trials of each set.")]
+Trials = Annotated[int | None, typer.Option(min=1, help="Only this many trials of each set.")]
 
 
 def hmc_correlation(

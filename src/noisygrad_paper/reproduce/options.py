@@ -45,7 +45,7 @@ Tuning = Annotated[
 TunedSettings = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="With --tuning: another setting.")
 ]
-Splits = Annotated[int | None, typer.Option(min=1, help="Only the first so many splits of each set.")]
+Splits = Annotated[int | None, typer.Option(min=1, help="Only this many splits of each set.")]
 
 
 def make_folder(option: str, folder: Path) -> None:

@@ -270,5 +270,5 @@ def test_bad_input_is_named() -> None:
 
 def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"HMC needs jax and numpyro: pip install \"noisygrad\[hmc\]\""):
+    with pytest.raises(ModuleNotFoundError, match=r"HMC needs jax, numpyro: pip install 'noisygrad\[paper\]'"):
         HMC(nn.Linear(2, 1), ng.Gaussian())
