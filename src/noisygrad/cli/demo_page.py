@@ -148,20 +148,23 @@ def _settings(page: Page, demo: Demo) -> None:
     )
     config = demo.config
     shared = demo.fits[-1].settings
-    page.pairs(
-        {
-            "seed": config.seed,
-            "share of test examples": f"{TEST_SHARE:.0%}",
-            **{f"hidden layers, {data}": " + ".join(map(str, sizes)) for data, sizes in HIDDEN.items()},
-            "epochs": config.epochs or "chosen by the estimator",
-            "weight of the KL (λ)": shared["kl_weight"],
-            "prior variance (η)": shared["prior_variance"],
-            "weight samples per prediction": config.num_samples,
-            "point estimate": "K-FAC without noise, with the prior as weight decay",
-        },
-        caption="Settings",
-    )
-    page.pairs(versions(), caption="Versions")
+    settings = {
+        "seed": config.seed,
+        "share of test examples": f"{TEST_SHARE:.0%}",
+        **{f"hidden layers, {data}": " + ".join(map(str, sizes)) for data, sizes in HIDDEN.items()},
+        "epochs": config.epochs or "chosen by the estimator",
+        "weight of the KL (λ)": shared["kl_weight"],
+        "prior variance (η)": shared["prior_variance"],
+        "weight samples per prediction": config.num_samples,
+        "point estimate": "K-FAC without noise, with the prior as weight decay",
+    }
+    page.table(_pairs(settings, "Settings")).table(_pairs(versions(), "Versions"))
+
+
+def _pairs(pairs: Mapping[str, object], caption: str) -> Table:
+    columns = Column(key="name", header="name"), Column(key="value", header="value")
+    rows = [{"name": name, "value": str(value)} for name, value in pairs.items()]
+    return Table(columns=columns, rows=rows, caption=caption)
 
 
 def _chosen(items: Mapping[str, Item], *names: str) -> dict[str, Item]:

@@ -6,7 +6,6 @@ Page("Title").section("Data").text("...").table(table).figure(figure, caption=".
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
 from pathlib import Path
 from string import Template
 from typing import ClassVar, Protocol, Self
@@ -81,12 +80,6 @@ class Page:
             f"<figcaption>{html.escape(caption)}</figcaption>\n</figure>"
         )
 
-    def pairs(self, pairs: Mapping[str, object], *, caption: str) -> Self:
-        """Add a list of names and values, such as settings or versions."""
-        return self._add(
-            f'<table class="pairs">\n<caption>{html.escape(caption)}</caption>\n{pair_rows(pairs)}\n</table>'
-        )
-
     def html(self) -> str:
         """The whole page."""
         return _DOCUMENT.substitute(
@@ -107,12 +100,3 @@ class Page:
             raise ValueError("the page has no section yet: call section(heading) first")
         self._sections[-1] += parts
         return self
-
-
-def pair_rows(pairs: Mapping[str, object]) -> str:
-    """The body of a table of names and values."""
-    rows = "\n".join(
-        f'<tr><th scope="row">{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>'
-        for name, value in pairs.items()
-    )
-    return f"<tbody>\n{rows}\n</tbody>"

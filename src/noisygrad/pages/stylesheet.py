@@ -48,9 +48,6 @@ figure img { display: block; max-width: 100%; height: auto; margin: 0 auto; }
 figure .scroll { margin: 0; }
 figure .wide img { min-width: 38rem; }
 figcaption { color: var(--muted); font-size: .9rem; margin: .6rem 0 0; max-width: 46rem; }
-.pairs { margin-bottom: 1.5rem; }
-.pairs th { white-space: normal; width: 40%; }
-.pairs td { white-space: normal; overflow-wrap: anywhere; }
 footer { color: var(--muted); font-size: .85rem; margin-top: 1.5rem; }
 @media (max-width: 40rem) {
   main { padding: 1.5rem .75rem 2rem; }

@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, Self
 
-from noisygrad.pages.page import Page, pair_rows
+from noisygrad.pages.page import Page
 from noisygrad.pages.stylesheet import CSS
 
 _CSS = """
@@ -20,6 +20,9 @@ _CSS = """
     --worse: #4d2a12; --worse-ink: #ffb98a;
   }
 }
+.pairs { margin-bottom: 1.5rem; }
+.pairs th { white-space: normal; width: 40%; }
+.pairs td { white-space: normal; overflow-wrap: anywhere; }
 .comparison { width: auto; min-width: 100%; }
 .comparison td, .comparison th { vertical-align: top; }
 .comparison tbody th { white-space: normal; min-width: 6.5rem; max-width: 10rem; line-height: 1.35; }
@@ -64,7 +67,21 @@ class ReportPage(Page):
         )
         return self._add(f'<dl class="tiles">\n{boxes}\n</dl>')
 
+    def pairs(self, pairs: Mapping[str, object], *, caption: str) -> Self:
+        """Add a list of names and values, such as settings or versions."""
+        return self._add(
+            f'<table class="pairs">\n<caption>{html.escape(caption)}</caption>\n{_pair_rows(pairs)}\n</table>'
+        )
+
     def folded_pairs(self, pairs: Mapping[str, object], *, caption: str) -> Self:
         """Add a list of names and values that opens at a click."""
         summary = f"<summary>{html.escape(caption)}</summary>"
-        return self._add(f'<details>\n{summary}\n<table class="pairs">\n{pair_rows(pairs)}\n</table>\n</details>')
+        return self._add(f'<details>\n{summary}\n<table class="pairs">\n{_pair_rows(pairs)}\n</table>\n</details>')
+
+
+def _pair_rows(pairs: Mapping[str, object]) -> str:
+    rows = "\n".join(
+        f'<tr><th scope="row">{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>'
+        for name, value in pairs.items()
+    )
+    return f"<tbody>\n{rows}\n</tbody>"
