@@ -48,7 +48,7 @@ $(CORE): pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(TOOLS): $(CORE)
-	$(PIP) -e ".[dev,docs,cluster,hmc,rl]"
+	$(PIP) -e ".[dev,docs,cluster,paper]"
 	@touch $@
 
 $(BENCH): $(CORE)

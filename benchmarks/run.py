@@ -32,6 +32,7 @@ from torch import Tensor, nn
 import noisygrad as ng
 from noisygrad.optim import CapturedStep
 from noisygrad.optim.execution import Replay
+from noisygrad_paper.networks import VGG16
 
 STATS_EVERY, FACTOR_EVERY = 10, 200
 METHODS = ("SGD", "AdamW fused", "IVON", "NoisyAdam", "NoisyKFAC")
@@ -76,7 +77,7 @@ def problem(
         )
     order = torch.channels_last if device.type == "cuda" else torch.contiguous_format
     return Problem(
-        lambda: ng.networks.VGG16(width=width).to(device, memory_format=order),
+        lambda: VGG16(width=width).to(device, memory_format=order),
         torch.randn(batch, 3, 32, 32, device=device).contiguous(memory_format=order),
         torch.randint(10, (batch,), device=device),
         F.cross_entropy,

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 import noisygrad as ng
+from noisygrad_paper.networks import VGG16
 from run import FACTOR_EVERY, STATS_EVERY, WARM_UPS, amortised, make_steps, problem, seconds
 
 WIDTHS, BATCHES = (1.0, 2.0, 4.0), (128, 512, 2048)
@@ -45,7 +46,7 @@ def step_times(width: float, batch: int, device: torch.device) -> dict[str, dict
 
 def prediction_times(device: torch.device, images: int) -> dict[str, float]:
     """Seconds for one pass of the plain network over the test images, and for ten draws of the weights."""
-    model = ng.networks.VGG16().to(device)
+    model = VGG16().to(device)
     optimizer = ng.NoisyKFAC(model, ng.Categorical(), num_data=50_000)
     posterior = optimizer.posterior()
     x = torch.randn(images, 3, 32, 32, device=device)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from noisygrad.pages.comparison import ACCURACY, ECE, NLL
 from noisygrad.pages.tables import Column, Table
 from noisygrad_paper.experiments import active_learning, exploration_conditions, hmc_correlation
 from noisygrad_paper.experiments.cells import Results
 from noisygrad_paper.experiments.configurations import CONFIGURATIONS, full_name, heading
 from noisygrad_paper.report import calibration, classification, exploration, few_labels, image_aims, paper, regression
+from noisygrad_paper.report.comparison import ACCURACY, ECE, NLL
+from noisygrad_paper.report.markdown import markdown
 from noisygrad_paper.report.study import Study
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,7 +78,7 @@ def _headline(study: Study) -> str:
                 estimate = study.estimate(full_name(method, configuration), CIFAR, metric)
                 row[f"{method} {metric.key}"] = None if estimate is None else estimate.mean
         rows.append(row)
-    return Table(columns=columns, rows=rows, caption="accuracy and calibration").markdown()
+    return markdown(Table(columns=columns, rows=rows, caption="accuracy and calibration"))
 
 
 def pictures(found: dict[str, Study]) -> None:
@@ -109,7 +110,7 @@ def _classification(study: Study) -> list[str]:
     for configuration in CONFIGURATIONS:
         methods = calibration.methods_in(study, CIFAR, configuration)
         title = heading(configuration)
-        parts += [f"{title}:\n", calibration.scores_table(study, CIFAR, methods, title).markdown()]
+        parts += [f"{title}:\n", markdown(calibration.scores_table(study, CIFAR, methods, title))]
     parts += [
         "H is the entropy of a prediction and MI the mutual information of label and weights: how well each tells "
         "images of SVHN from the test images.\n",
@@ -137,7 +138,7 @@ def _held_out(study: Study) -> list[str]:
         "### Settings tried on held-out images\n",
         "Each one training on nine tenths of the training images, measured on the other tenth; a dash where the loss "
         "was no longer finite. What is not named is as in the table above, or as it then was.\n",
-        table.markdown(),
+        markdown(table),
     ]
 
 
@@ -161,7 +162,7 @@ def _exploration(study: Study) -> list[str]:
         "## Exploration: Figure 3\n",
         "![Returns on three tasks with sparse rewards: medians and quartiles over the seeds](assets/exploration.png)\n",
         f"{table.caption}.\n",
-        table.markdown(),
+        markdown(table),
     ]
 
 

@@ -1,6 +1,7 @@
 """Watch a scripted controller solve a sparse task, as a moving picture.
 
 python examples/watch.py --task DoublePendulum --steps 360 --output double-pendulum.gif
+It needs the extra: pip install 'noisygrad[paper]'
 """
 
 import argparse
@@ -17,7 +18,7 @@ parser.add_argument("--steps", type=int, default=500, help="at most; an episode 
 parser.add_argument("--output", help="where the GIF goes; without it nothing is drawn")
 arguments = parser.parse_args()
 
-env = gymnasium.make(f"noisygrad/{arguments.task}-v0", render_mode="rgb_array")
+env = gymnasium.make(f"noisygrad_paper.environments:noisygrad/{arguments.task}-v0", render_mode="rgb_array")
 controller = CONTROLLERS[arguments.task]()
 observation, _ = env.reset(seed=arguments.seed)
 frames, total, steps, over = [], 0.0, 0, False

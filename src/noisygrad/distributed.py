@@ -6,12 +6,8 @@ factorisation of the blocks is shared out among them, and the results are sent t
 
 from __future__ import annotations
 
-import gc
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -19,8 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 Found = TypeVar("Found")
-_PATIENCE = timedelta(minutes=10)
-"""How long a process waits for a message of another, which may have failed."""
 
 
 @dataclass(frozen=True)
@@ -32,82 +26,10 @@ class Processes:
 
 
 def processes() -> Processes:
-    """Where this process is among those that `join_processes` has brought together; the only one, where it has not."""
+    """Where this process is among those of the default process group; the only one, where there is none."""
     if not dist.is_available() or not dist.is_initialized():
         return Processes(0, 1)
     return Processes(dist.get_rank(), dist.get_world_size())
-
-
-@contextmanager
-def join_processes(device: str) -> Iterator[Processes]:
-    """Inside, the processes that `torchrun` has started work together; without it there is this one alone.
-
-    Raises:
-        ValueError: There is no GPU for this process, or all of them were given the same.
-    """
-    together = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
-    if together:
-        if device.startswith("cuda"):
-            _take_own_gpu(device, int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=_PATIENCE)
-    if not together:
-        yield processes()
-        return
-    interrupted = True
-    try:
-        yield processes()
-        interrupted = False
-    except Exception:
-        interrupted = False
-        raise
-    finally:
-        # A process that leaves while others have the group still open is now and then aborted at its end.
-        if not interrupted:
-            with suppress(RuntimeError):  # another has died
-                dist.barrier()
-        gc.collect()  # models made for several processes hold on to the group
-        dist.destroy_process_group()
-
-
-def _take_own_gpu(device: str, number: int) -> None:
-    if device != "cuda":
-        raise ValueError(f"under torchrun each process has a GPU of its own: give the device cuda, not {device}")
-    if number >= (there := torch.cuda.device_count()):
-        raise ValueError(
-            f"this is process {number + 1} on a machine with {there} usable GPU{'s' * (there != 1)}: start as many "
-            "processes (--nproc-per-node)"
-        )
-    torch.cuda.set_device(number)
-
-
-def in_all_processes(work: Callable[[], Found]) -> Found:
-    """What `work` gives in this process; raises if it failed in any, so that all of them go on with the same.
-
-    That brings processes together again which failed at the same point. Where one fails while others wait for its part
-    of a message, all of them end when that message times out.
-    """
-    failure: Exception | None = None
-    found: list[Found] = []
-    try:
-        found.append(work())
-    except Exception as error:
-        failure = error
-    told = all_gather_object(None if failure is None else f"{type(failure).__name__}: {failure}")
-    if failure is not None:
-        raise failure
-    for rank, text in enumerate(told):
-        if text is not None:
-            raise RuntimeError(f"it failed in process {rank}: {text}")
-    return found[0]
-
-
-def of_first_process(find: Callable[[], Found]) -> Found:
-    """What the first process finds, in all of them."""
-    if processes().size == 1:
-        return find()
-    box = [find() if processes().rank == 0 else None]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]  # type: ignore[return-value]
 
 
 def all_gather_object(value: Found) -> list[Found]:
@@ -117,15 +39,6 @@ def all_gather_object(value: Found) -> list[Found]:
     box: list[Found | None] = [None] * processes().size
     dist.all_gather_object(box, value)
     return box  # type: ignore[return-value]
-
-
-def mean_of_processes(value: Tensor) -> Tensor:
-    """The mean over the processes, in all of them."""
-    if processes().size == 1:
-        return value
-    total = value.detach().clone()
-    dist.all_reduce(total)
-    return total / processes().size
 
 
 class Ranks:

@@ -27,7 +27,7 @@ _LEAST = -1e30
 """For the logarithm of a probability of 0: sums of −∞ have no softmax."""
 
 
-class Batch(Protocol):
+class JointBatch(Protocol):
     """The points chosen so far."""
 
     @property
@@ -49,7 +49,7 @@ class Batch(Protocol):
         ...
 
 
-def greedy(batch: Batch, n: int, tolerance: float) -> tuple[Tensor, bool]:
+def greedy(batch: JointBatch, n: int, tolerance: float) -> tuple[Tensor, bool]:
     """`n` times the point that adds most, the lowest of those that tie, and whether the choice made a difference.
 
     It made none where, up to the relative `tolerance`, all gains are alike, and still are after the first choice,

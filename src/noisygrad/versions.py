@@ -18,12 +18,3 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:  # run straight from a source tree
         return "source"
-
-
-def device_name(device: str) -> str:
-    """The machine's processor or GPU in words, without anything that tells one machine from another of its kind."""
-    if device.startswith("cuda"):
-        import torch
-
-        return torch.cuda.get_device_name(device)
-    return f"CPU {platform.machine()}"

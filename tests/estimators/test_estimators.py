@@ -14,7 +14,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import noisygrad as ng
 from noisygrad import NoisyClassifier, NoisyRegressor
-from noisygrad.estimators.plan import Plan
+from noisygrad.estimators.plan import FitPlan
 from noisygrad.kernels.threads import one_thread
 
 POSTERIORS = ("diagonal", "kronecker", "tridiagonal", "full")
@@ -321,7 +321,7 @@ def test_at_most_fifteen_parameters():
 
 def test_plan_adapts_to_the_size():
     def plan(n, posterior="kronecker", weights=600, **given):
-        found = Plan.of(posterior, examples=n, weights=weights, **given)
+        found = FitPlan.of(posterior, examples=n, weights=weights, **given)
         return found, found.epochs * -(-n // found.batch_size)
 
     for n in (1, 10, 200, 1000, 10_000, 1_000_000):

@@ -11,7 +11,11 @@ for _module in ("Box2D", "gymnasium", "sb3_contrib"):
 import torch
 from torch.func import jacrev
 
-from noisygrad.exploration import MODELS, TASKS, Dynamics, Recorder, ReplayPool, TaskVector, Transitions
+from noisygrad.exploration import Dynamics, DynamicsSettings, ReplayPool, Transitions
+from noisygrad.replicas.noisy import NoisySettings
+from noisygrad_paper.environments import TASKS
+from noisygrad_paper.environments.vector import TaskVector
+from noisygrad_paper.exploration import MODELS, Recorder
 
 
 def rollout(task: str, steps: int = 300, seed: int = 0) -> Transitions:
@@ -30,7 +34,7 @@ def filled(transitions: Transitions, seed: int = 0) -> ReplayPool:
 
 
 def small(name: str, updates: int = 30):
-    return dataclasses.replace(MODELS[name], hidden=(4,), updates=updates)
+    return dataclasses.replace(SETTINGS[name], hidden=(4,), updates=updates)
 
 
 def dense_gain(dynamics: Dynamics, replica: int, x, y, draws, diagonal: bool):
@@ -63,7 +67,11 @@ def dense_gain(dynamics: Dynamics, replica: int, x, y, draws, diagonal: bool):
     return float(total)
 
 
-@pytest.mark.parametrize("name", ["NNG-MVG", "NNG-FFG", "BBB", "BBB/released"])
+EXACT = dataclasses.replace(MODELS["NNG-MVG"].fit, damping_mode="exact")
+SETTINGS = {**MODELS, "exact damping": dataclasses.replace(MODELS["NNG-MVG"], fit=EXACT)}
+
+
+@pytest.mark.parametrize("name", ["NNG-MVG", "NNG-FFG", "BBB", "BBB/released", "exact damping"])
 def test_gain_equals_dense_matrices(name):
     seen = rollout("MountainCar", steps=120)
     pools = [filled(seen, seed) for seed in (0, 1)]
@@ -81,7 +89,9 @@ def test_gain_equals_dense_matrices(name):
     for step, copy in ((0, 0), (60, 3), (119, 4)):
         parts = [seen.observations, seen.actions, seen.next_observations]
         o, a, n = (s.standardise(part[step, copy]) for s, part in zip(scales, parts, strict=True))
-        truth = dense_gain(dynamics, 1, torch.tensor([*o, *a]), torch.tensor(n), draws, name != "NNG-MVG")
+        truth = dense_gain(
+            dynamics, 1, torch.tensor([*o, *a]), torch.tensor(n), draws, name not in ("NNG-MVG", "exact damping")
+        )
         assert gain[step, copy] == pytest.approx(1e-4 * truth, rel=2e-3)
     observations, _, following = seen.flat()
     steps = scales[2].standardise(following) - scales[2].standardise(observations)
@@ -130,6 +140,19 @@ def test_ours_learn_the_dynamics_and_the_released_do_not(name):
         found[setting] = model.gain(0, rollout("MountainCar", seed=1))[1]
     assert found[name].model < 0.6 * found[name].persistence
     assert found[f"{name}/released"].model > 0.5
+
+
+@pytest.mark.parametrize(
+    ("fit", "message"),
+    [
+        (NoisySettings(family="full"), "dense family is not supported"),
+        (NoisySettings(family="tridiagonal"), "tridiagonal family is not supported"),
+        (NoisySettings(noise=False), "a point estimate"),
+    ],
+)
+def test_a_posterior_without_a_closed_form_is_refused_before_training(fit, message):
+    with pytest.raises(ValueError, match=message):
+        Dynamics(2, 1, DynamicsSettings(fit=fit), seeds=[0])
 
 
 def test_a_model_that_diverges_is_named():

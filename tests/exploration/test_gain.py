@@ -201,8 +201,11 @@ def test_bad_input():
     exact, x, y = METHODS["kronecker, exact damping"]()
     with pytest.raises(ValueError, match="use covariance='exact'"):
         information_gain(exact, x, y, covariance="blockwise")
+    diagonal, x, y = METHODS["diagonal"]()
+    with pytest.raises(ValueError, match="use covariance='exact'"):
+        information_gain(diagonal, x, y, covariance="blockwise")
     full, x, y = fitted(ng.NoisyFull, lr=0.01)
-    with pytest.raises(ValueError, match="full posterior is not supported"):
+    with pytest.raises(ValueError, match="dense family is not supported"):
         information_gain(full, x, y)
     point, x, y = fitted(ng.NoisyKFAC, lr=0.01, noise=False)
     with pytest.raises(ValueError, match="point estimate"):

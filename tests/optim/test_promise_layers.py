@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import noisygrad as ng
-from noisygrad.networks import MLP, VGG16
+from noisygrad.networks import MLP
+from noisygrad_paper.networks import VGG16
 from support.compare import batches, compare_optimizers, each_optimizer, make, mlp, train
 
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import noisygrad as ng
+from noisygrad_paper.networks import VGG16
 
 
 @pytest.mark.parametrize("optimizer", [ng.NoisyAdam, ng.NoisyKFAC])
 def test_ten_steps_on_the_papers_vgg16(optimizer: type[ng.NoisyOptimizer]) -> None:
     torch.manual_seed(0)
-    model = ng.networks.VGG16()
+    model = VGG16()
     x, y = torch.randn(16, 3, 32, 32), torch.arange(16) % 10
     fit = optimizer(
         model,

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import noisygrad as ng
-from noisygrad.networks import VGG16, ReplicatedMLP
+from noisygrad.networks import ReplicatedMLP
 from noisygrad.posterior import structure as structures
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import Structure, build_structure, parameter_order
 from noisygrad.posterior.weights import FlatWeights
+from noisygrad_paper.networks import VGG16
 from support.truth import FAMILIES, OPTIMIZERS, Model, close, normal
 
 

@@ -7,10 +7,9 @@ split and one training each: an illustration, not a benchmark. `run` takes about
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
@@ -25,15 +24,19 @@ from noisygrad.estimators.estimators import NoisyClassifier, NoisyRegressor, Pos
 from noisygrad.kernels.threads import one_thread
 from noisygrad.posterior import Posterior
 from noisygrad.predictions import Prediction
-from noisygrad.versions import versions
 
 DataName: TypeAlias = Literal["diabetes", "digits"]
 Announce: TypeAlias = Callable[[DataName, str], None]
 
+TEST_SHARE = 0.25
 DATA: tuple[DataName, ...] = ("diabetes", "digits")
 FAMILIES: tuple[PosteriorName, ...] = ("diagonal", "kronecker", "tridiagonal", "full")
 METHODS: dict[str, PosteriorName] = {"point": "kronecker", **{family: family for family in FAMILIES}}
 """The point estimate is K-FAC with the same prior as weight decay: the Kronecker posterior without its noise."""
+
+
+HIDDEN: dict[DataName, tuple[int, ...]] = {"diabetes": (15, 15), "digits": (10,)}
+"""Small: a dense precision can be looked at, and a full covariance is trained like the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,34 +44,22 @@ class DemoConfig:
     """What the demonstration fits; raises ValueError when made with values that make no sense."""
 
     seed: int = 0
-    test_share: float = 0.25
-    regression_hidden: tuple[int, ...] = (15, 15)
-    """As in the paper's Figure 1; small, so that a dense precision can be looked at."""
-    classification_hidden: tuple[int, ...] = (10,)
-    """Fewer than a thousand weights, so that a full covariance is trained like the others."""
-    regression_epochs: int | None = None
+    epochs: int | None = None
     """None: as many as the estimator finds right for the data."""
-    classification_epochs: int | None = None
     num_samples: int = 100
     """Weight samples per prediction."""
 
     def __post_init__(self) -> None:
-        if self.seed < 0 or self.seed >= 2**32:
+        if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be in 0..2^32 - 1; got {self.seed}")
-        if not 0 < self.test_share < 1:
-            raise ValueError(f"test_share must be strictly between 0 and 1; got {self.test_share}")
-        for name in ("regression_hidden", "classification_hidden"):
-            if any(width < 1 for width in getattr(self, name)):
-                raise ValueError(f"{name} must be widths of at least 1; got {getattr(self, name)}")
-        for name in ("regression_epochs", "classification_epochs", "num_samples"):
-            value = getattr(self, name)
+        for name, value in (("epochs", self.epochs), ("num_samples", self.num_samples)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1; got {value}")
 
     @classmethod
     def quick(cls, seed: int = 0) -> Self:
         """A trial of the machinery in some seconds: far too few epochs for good numbers."""
-        return cls(seed=seed, regression_epochs=4, classification_epochs=4, num_samples=20)
+        return cls(seed=seed, epochs=4, num_samples=20)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +77,8 @@ class Split:
         return torch.from_numpy(self.test_y)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fit:
+@dataclass(frozen=True)
+class DemoFit:
     """One method on one data set: what it predicts for the test examples, and how good that is."""
 
     data: DataName
@@ -95,8 +86,7 @@ class Fit:
     posterior: Posterior
     prediction: Prediction
     metrics: dict[str, float]
-    seconds: float
-    """Of the fit alone."""
+    """With the seconds of the fit; the point estimate has no "kl"."""
     settings: dict[str, Any]
 
 
@@ -106,26 +96,11 @@ class Demo:
 
     config: DemoConfig
     splits: dict[DataName, Split]
-    fits: tuple[Fit, ...]
+    fits: tuple[DemoFit, ...]
 
-    def of(self, data: DataName) -> dict[str, Fit]:
+    def of(self, data: DataName) -> dict[str, DemoFit]:
         """The fits to one data set by method."""
         return {fit.method: fit for fit in self.fits if fit.data == data}
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One row per fit, as `results/` keeps them."""
-        shared = {"experiment": "demo", "replicate": self.config.seed, "versions": versions(), "device": "cpu"}
-        return [
-            {
-                **shared,
-                "data": fit.data,
-                "method": fit.method,
-                "config": asdict(self.config) | {"estimator": fit.settings},
-                "metrics": fit.metrics,
-                "seconds": fit.seconds,
-            }
-            for fit in self.fits
-        ]
 
 
 def run(config: DemoConfig, announce: Announce | None = None) -> Demo:
@@ -148,18 +123,18 @@ def load_split(data: DataName, config: DemoConfig) -> Split:
     """A data set of scikit-learn's, divided at random by the seed (digits: with every class in proportion)."""
     x, y = (load_diabetes if data == "diabetes" else load_digits)(return_X_y=True)
     train_x, test_x, train_y, test_y = train_test_split(
-        x, y, test_size=config.test_share, random_state=config.seed, stratify=y if data == "digits" else None
+        x, y, test_size=TEST_SHARE, random_state=config.seed, stratify=y if data == "digits" else None
     )
     return Split(train_x=train_x, train_y=train_y, test_x=test_x, test_y=test_y)
 
 
-def _fit(data: DataName, method: str, split: Split, config: DemoConfig) -> Fit:
+def _fit(data: DataName, method: str, split: Split, config: DemoConfig) -> DemoFit:
     regression = data == "diabetes"
     estimator = (NoisyRegressor if regression else NoisyClassifier)(
         posterior=METHODS[method],
-        hidden=config.regression_hidden if regression else config.classification_hidden,
+        hidden=HIDDEN[data],
         noise=method != "point",
-        epochs=config.regression_epochs if regression else config.classification_epochs,
+        epochs=config.epochs,
         num_samples=config.num_samples,
         random_state=config.seed,
     )
@@ -167,29 +142,14 @@ def _fit(data: DataName, method: str, split: Split, config: DemoConfig) -> Fit:
     estimator.fit(split.train_x, split.train_y)
     seconds = time.perf_counter() - start
     prediction, posterior = estimator.predict_distribution(split.test_x), estimator.posterior_
-    found = _regression_metrics(prediction, split) if regression else _classification_metrics(prediction, split)
-    return Fit(
-        data=data,
-        method=method,
-        posterior=posterior,
-        prediction=prediction,
-        metrics={**found, "kl": float(posterior.kl()) if method != "point" else math.nan},
-        seconds=seconds,
-        settings=estimator.get_params(),
-    )
-
-
-def _regression_metrics(prediction: Prediction, split: Split) -> dict[str, float]:
-    return {
-        "rmse": metrics.rmse(prediction, split.target),
-        "log_likelihood": metrics.log_likelihood(prediction, split.target),
-        "coverage": metrics.interval_coverage(prediction, split.target, 0.9),
-    }
-
-
-def _classification_metrics(prediction: Prediction, split: Split) -> dict[str, float]:
-    return {
-        "accuracy": 100 * metrics.accuracy(prediction, split.target),
-        "log_likelihood": metrics.log_likelihood(prediction, split.target),
-        "ece": metrics.ece(prediction, split.target),
-    }
+    target = split.target
+    found = {"log_likelihood": metrics.log_likelihood(prediction, target), "seconds": seconds}
+    if regression:
+        found["rmse"] = metrics.rmse(prediction, target)
+        found["coverage"] = metrics.interval_coverage(prediction, target, 0.9)
+    else:
+        found["accuracy"] = 100 * metrics.accuracy(prediction, target)
+        found["ece"] = metrics.ece(prediction, target)
+    if method != "point":
+        found["kl"] = float(posterior.kl())
+    return DemoFit(data, method, posterior, prediction, found, estimator.get_params())

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from noisygrad import plots
-from noisygrad.cli.demo_fits import FAMILIES, DataName, Demo, Fit
+from noisygrad.cli.demo_fits import FAMILIES, HIDDEN, TEST_SHARE, DataName, Demo, DemoFit
 from noisygrad.pages.page import Page
 from noisygrad.pages.tables import Cell, Column, Table
 from noisygrad.posterior import Posterior
@@ -48,9 +48,9 @@ def demo_table(demo: Demo, data: DataName) -> Table:
     return Table(columns=_COLUMNS[data], rows=[_row(fit) for fit in demo.of(data).values()], caption=caption)
 
 
-def _row(fit: Fit) -> dict[str, Cell]:
+def _row(fit: DemoFit) -> dict[str, Cell]:
     shown = {name: 100 * value if name in _SHARES else value for name, value in fit.metrics.items()}
-    return {"method": fit.method, "seconds": fit.seconds, **shown}
+    return {"method": fit.method, **shown}
 
 
 def demo_page(demo: Demo) -> Page:
@@ -148,29 +148,30 @@ def _settings(page: Page, demo: Demo) -> None:
     )
     config = demo.config
     shared = demo.fits[-1].settings
-    page.pairs(
-        {
-            "seed": config.seed,
-            "share of test examples": f"{config.test_share:.0%}",
-            "hidden layers, diabetes": " + ".join(map(str, config.regression_hidden)),
-            "hidden layers, digits": " + ".join(map(str, config.classification_hidden)),
-            "epochs, diabetes": config.regression_epochs or "chosen by the estimator",
-            "epochs, digits": config.classification_epochs or "chosen by the estimator",
-            "weight of the KL (λ)": shared["kl_weight"],
-            "prior variance (η)": shared["prior_variance"],
-            "weight samples per prediction": config.num_samples,
-            "point estimate": "K-FAC without noise, with the prior as weight decay",
-        },
-        caption="Settings",
-    )
-    page.pairs(versions(), caption="Versions")
+    settings = {
+        "seed": config.seed,
+        "share of test examples": f"{TEST_SHARE:.0%}",
+        **{f"hidden layers, {data}": " + ".join(map(str, sizes)) for data, sizes in HIDDEN.items()},
+        "epochs": config.epochs or "chosen by the estimator",
+        "weight of the KL (λ)": shared["kl_weight"],
+        "prior variance (η)": shared["prior_variance"],
+        "weight samples per prediction": config.num_samples,
+        "point estimate": "K-FAC without noise, with the prior as weight decay",
+    }
+    page.table(_pairs(settings, "Settings")).table(_pairs(versions(), "Versions"))
+
+
+def _pairs(pairs: Mapping[str, object], caption: str) -> Table:
+    columns = Column(key="name", header="name"), Column(key="value", header="value")
+    rows = [{"name": name, "value": str(value)} for name, value in pairs.items()]
+    return Table(columns=columns, rows=rows, caption=caption)
 
 
 def _chosen(items: Mapping[str, Item], *names: str) -> dict[str, Item]:
     return {name: items[name] for name in names}
 
 
-def _regression_prediction(fit: Fit) -> RegressionPrediction:
+def _regression_prediction(fit: DemoFit) -> RegressionPrediction:
     if not isinstance(fit.prediction, RegressionPrediction):
         raise TypeError(f"a prediction of numbers was expected for {fit.data}; got {type(fit.prediction).__name__}")
     return fit.prediction

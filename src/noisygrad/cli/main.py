@@ -1,13 +1,16 @@
-"""The command line: `noisygrad demo` fits four posteriors to embedded data and writes a page about them."""
+"""The command line: `noisygrad demo`, and the commands that other packages declare.
+
+A package adds a command by an entry point of the group `noisygrad.commands`: a function with typer's annotations, or a
+`typer.Typer` for a group of commands. The paper's reproduction adds `data`, `report` and `reproduce` in this way.
+"""
 
 from __future__ import annotations
 
 import itertools
-import tempfile
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Annotated
 
@@ -15,8 +18,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from noisygrad_paper.data.commands import app as data_commands
-from noisygrad_paper.reproduce import app as reproduce_commands
+from noisygrad.cli.output import interruptible, writable_file
 
 main = typer.Typer(
     name="noisygrad",
@@ -26,10 +28,6 @@ main = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-main.add_typer(data_commands, name="data")
-main.add_typer(reproduce_commands, name="reproduce")
 
 
 def _show_version(wanted: bool) -> None:
@@ -54,26 +52,11 @@ def options(
     context.call_on_close(lambda: setattr(warnings, "formatwarning", usual))
 
 
-def _writable_file(path: Path) -> Path:
-    """The path, if a file can be put there; found out by trying, since permissions do not tell all."""
-    path = path.expanduser()
-    if path.is_dir():
-        raise typer.BadParameter(f"{path} is a folder; name a file in it, such as {path / 'noisygrad-demo.html'}")
-    if not path.parent.is_dir():
-        raise typer.BadParameter(f"the folder {path.parent} does not exist; create it or choose another")
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}."):
-            pass
-    except OSError as error:
-        raise typer.BadParameter(f"cannot write to the folder {path.parent}: {error.strerror or error}") from error
-    return path
-
-
 @main.command()
 def demo(
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", metavar="PATH", callback=_writable_file, help="Where to write the page."),
+        typer.Option("--output", "-o", metavar="PATH", callback=writable_file, help="Where to write the page."),
     ] = Path("noisygrad-demo.html"),
     seed: Annotated[
         int,
@@ -93,7 +76,7 @@ def demo(
 
     start = time.perf_counter()
     config = DemoConfig.quick(seed) if quick else DemoConfig(seed=seed)
-    with _interruptible(output), _progress() as progress:
+    with interruptible(output), _progress() as progress:
         task = progress.add_task("", total=len(DATA) * len(METHODS) + 1)
         begun = itertools.count()
 
@@ -114,36 +97,6 @@ def demo(
     console.print(str(output), style="bold", soft_wrap=True, markup=False)
 
 
-@main.command()
-def report(
-    results: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the results are.")] = Path("results"),
-    output: Annotated[
-        Path,
-        typer.Option("--output", "-o", metavar="PATH", callback=_writable_file, help="Where to write the page."),
-    ] = Path("noisygrad-report.html"),
-) -> None:
-    """One HTML page from the results: our tables and figures beside the paper's. It needs no network."""
-    from noisygrad_paper.report.site import write_report
-
-    try:
-        with _interruptible(output):
-            write_report(results, output)
-    except (FileNotFoundError, ValueError) as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(2) from None
-    Console(highlight=False).print(f"The page is in {output}", soft_wrap=True, markup=False)
-
-
-@contextmanager
-def _interruptible(output: Path) -> Iterator[None]:
-    """Ctrl-C ends the command with a word about the file, which is written whole or not at all."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo(f"Interrupted: {output} was not written.", err=True)
-        raise typer.Exit(130) from None
-
-
 def _progress() -> Progress:
     """A bar on the error stream, which leaves the output alone; nothing where there is no terminal."""
     console = Console(stderr=True)
@@ -155,6 +108,34 @@ def _progress() -> Progress:
         TimeElapsedColumn(),
     )
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _add(point: EntryPoint) -> None:
+    """Add another package's command; one that cannot be imported says why when it is called, and spoils no other."""
+    try:
+        command = point.load()
+    except (ImportError, AttributeError) as error:
+        anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+        main.command(point.name, help="Cannot be imported.", context_settings=anything)(_unavailable(point, error))
+        return
+    if isinstance(command, typer.Typer):
+        main.add_typer(command, name=point.name)
+    else:
+        main.command(point.name)(command)
+
+
+def _unavailable(point: EntryPoint, error: Exception) -> Callable[[], None]:
+    reason = f"Error: the command {point.name} is in {point.value}, which cannot be imported: {error}"
+
+    def tell() -> None:
+        typer.echo(reason, err=True)
+        raise typer.Exit(2)
+
+    return tell
+
+
+for _point in sorted(entry_points(group="noisygrad.commands")):
+    _add(_point)
 
 
 if __name__ == "__main__":

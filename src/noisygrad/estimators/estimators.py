@@ -21,7 +21,7 @@ from sklearn.utils.validation import check_is_fitted, check_random_state
 from torch import Tensor
 from torch.func import functional_call
 
-from noisygrad.estimators.plan import Plan
+from noisygrad.estimators.plan import FitPlan
 from noisygrad.estimators.tables import checked_inputs, moments
 from noisygrad.kernels.threads import one_thread
 from noisygrad.likelihoods import Categorical, Gaussian, Likelihood
@@ -115,7 +115,7 @@ class _NoisyEstimator(BaseEstimator):  # type: ignore[misc]
         start, widths = torch.Generator().manual_seed(seeds[0]), [int(width) for width in self.hidden]
         network = MLP(x.shape[1], widths, outputs, generator=start).to(device)
         weights = sum(parameter.numel() for parameter in network.parameters())
-        plan = Plan.of(
+        plan = FitPlan.of(
             self.posterior,
             examples=len(x),
             weights=weights,

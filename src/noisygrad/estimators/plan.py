@@ -17,7 +17,7 @@ _SMALL = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class FitPlan:
     """The settings of one fit; what a user did not say follows from the sizes."""
 
     batch_size: int

@@ -17,7 +17,6 @@ from noisygrad.exploration.gain import CovarianceTerm
 from noisygrad.exploration.recording import Tape, Transitions
 from noisygrad.exploration.replay import ReplayPool
 from noisygrad.exploration.supported import require_box, require_on_policy
-from noisygrad.exploration.trpo import LinearBaselineTRPO
 
 Array = NDArray[np.float64]
 
@@ -84,11 +83,11 @@ class InformationGain(BaseCallback):
     """Gives an on-policy algorithm of stable-baselines3 a reward for what its actions teach about the world.
 
     After each rollout the bonus is added to the rewards in the buffer, and returns and advantages are computed anew.
-    It works with PPO, A2C, sb3-contrib's TRPO and their kin, on any environment whose observations and actions are in
-    a Box. `algorithm.learn` may be called again with the same object: it goes on with what it knows.
+    It works with PPO, A2C, sb3-contrib's TRPO and other on-policy algorithms, on any environment whose observations
+    and actions are in a Box. `algorithm.learn` may be called again with the same object: it goes on with what it knows.
 
     Args:
-        model: The settings of the model: a name in `MODELS` ("NNG-MVG", "NNG-FFG", "BBB") or your own.
+        model: The settings of the model: a name in `MODELS` ("NNG-MVG", "NNG-FFG") or your own.
         weight: Of a typical bonus beside the task's rewards: small against the rewards you want to find.
         capacity: Transitions that the model may learn from; the oldest are forgotten.
         minimum: Transitions that there must be before it learns at all.
@@ -148,8 +147,9 @@ class InformationGain(BaseCallback):
 
     def _init_callback(self) -> None:
         algorithm = require_on_policy(self.model)
-        if isinstance(algorithm, LinearBaselineTRPO):
-            raise TypeError("LinearBaselineTRPO takes its bonus itself: give it intrinsic=IntrinsicReward(...)")
+        if isinstance(getattr(algorithm, "intrinsic", None), IntrinsicReward):
+            name = type(algorithm).__name__
+            raise TypeError(f"{name} takes its bonus itself: give it intrinsic=IntrinsicReward(...)")
         boxes = require_box(algorithm.observation_space, algorithm.action_space)
         sizes = (boxes[0].shape[0], boxes[1].shape[0])
         if self._made_for not in (None, sizes):

@@ -4,9 +4,7 @@ A `Dynamics` holds R of them as replicas of one batched network, one for each ag
 train their models in a fifth of the time they would take alone. Inputs are observation and action, the target is the
 next observation; all are standardised by the mean and deviation of the agent's own pool, anew before every training.
 
-`MODELS` has the settings of the experiments by the names of the methods. Those that end in "/released" are of the
-paper's code, in which the noise (5 standard deviations of the data) drowns the dynamics: such a model never learns to
-predict. The others have been set so that it does; `docs/exploration.md` has the figures.
+`MODELS` has settings that learn to predict: `docs/exploration.md` says how they were chosen.
 """
 
 from __future__ import annotations
@@ -14,43 +12,49 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from noisygrad.exploration.gain import CovarianceTerm, diagonal_gain, kronecker_gain
+from noisygrad.exploration.gain import CovarianceTerm, layer_gain
 from noisygrad.exploration.recording import Transitions
 from noisygrad.exploration.replay import ReplayPool, Scale
-from noisygrad.exploration.sensitivity import Sensitivity, perceptron_sensitivities
-from noisygrad.families import diagonal, kronecker
+from noisygrad.exploration.sensitivity import perceptron_sensitivities
 from noisygrad.kernels.threads import one_thread
 from noisygrad.likelihoods import Gaussian
 from noisygrad.replicas.engine import ReplicaGenerators
-from noisygrad.replicas.noisy import NoisyLearner, NoisySettings
+from noisygrad.replicas.noisy import NoisySettings
 from noisygrad.replicas.perceptrons import Perceptrons
 from noisygrad.replicas.variational import VariationalLearner
-from noisygrad_paper.baselines.bbb import BBB, BBBSettings
 
 Array = NDArray[np.float64]
 
 _NOISE_AHEAD = 50
-"""For so many updates random numbers are drawn at a time."""
+"""Random numbers are drawn for this many updates at a time."""
 _CHUNK = 512
 """Transitions whose gain is computed at a time, so that their inner products stay in the processor's cache."""
 
 
+class LearnerSettings(Protocol):
+    """The settings of a way to fit posteriors to perceptrons."""
+
+    def learner(
+        self, network: Perceptrons, likelihood: Gaussian, *, num_data: int, generators: Sequence[torch.Generator]
+    ) -> VariationalLearner:
+        """What is trained with these settings, one replica for each generator."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicsSettings:
-    """How a model of the dynamics is made and trained.
+    """How a model of the dynamics is made and trained; raises ValueError when made with a value out of range."""
 
-    Raises:
-        ValueError: When made with a value out of range, or a posterior whose information gain has no closed form here.
-    """
-
-    fit: NoisySettings | BBBSettings
-    """The posterior and its optimiser: noisy natural gradient (diagonal or Kronecker), or Bayes by Backprop."""
+    fit: LearnerSettings
+    """The posterior and its optimiser, such as `NoisySettings`; its covariance must have a closed form layer by layer
+    (of the built-in families, diagonal and Kronecker)."""
     num_data: int = 2500  # N
     """How much the data weigh against the prior; more than the number of transitions is overconfidence."""
     noise_std: float = 0.5
@@ -69,44 +73,20 @@ class DynamicsSettings:
                 raise ValueError(f"{name} must be positive and finite; got {value!r}")
         if not self.hidden or min(self.hidden) < 1:
             raise ValueError(f"hidden must be one or more sizes of at least 1; got {self.hidden!r}")
-        if isinstance(self.fit, NoisySettings):
-            if self.fit.family not in ("diagonal", "kronecker") or not self.fit.noise:
-                raise ValueError(
-                    "the information gain needs a posterior of the diagonal or the kronecker family, with noise; got "
-                    f"family={self.fit.family!r}, noise={self.fit.noise}"
-                )
-            if self.fit.family == "kronecker" and self.fit.damping_mode != "factored":
-                raise ValueError(f"a model of the dynamics needs factored damping; got {self.fit.damping_mode!r}")
 
 
-def _noisy(**changes: object) -> NoisySettings:
-    chosen: dict[str, object] = {
-        "lr": 0.03,
-        "prior_variance": 0.25,
-        "momentum": 0.0,
-        "kl_clip": 1e-3,
-        "factor_every": 10,
-    }
-    return NoisySettings(**(chosen | changes))  # type: ignore[arg-type]
-
-
-def _as_released(**changes: object) -> NoisySettings:
-    return _noisy(lr=0.01, fisher_start="fading", kl_clip=None, factor_every=1, **changes)
-
-
-MODELS: dict[str, DynamicsSettings] = {
-    "NNG-MVG": DynamicsSettings(fit=_noisy(family="kronecker")),
-    "NNG-FFG": DynamicsSettings(fit=_noisy(family="diagonal")),
-    "BBB": DynamicsSettings(fit=BBBSettings(lr=0.01, prior_variance=0.25, initial_std=0.05)),
-    # The released code's likelihood is a mean over the batch for NNG, so that N is its number of batches, and a sum for
-    # BBB, so that N is ten times that.
-    "NNG-MVG/released": DynamicsSettings(fit=_as_released(family="kronecker"), num_data=5, noise_std=5.0),
-    "NNG-FFG/released": DynamicsSettings(fit=_as_released(family="diagonal"), num_data=5, noise_std=5.0),
-    "BBB/released": DynamicsSettings(
-        fit=BBBSettings(lr=1e-4, prior_variance=0.25, initial_std=0.5), num_data=50, noise_std=5.0, initial_std=1.0
-    ),
+_COMMON: dict[str, Any] = {
+    "lr": 0.03,
+    "prior_variance": 0.25,
+    "momentum": 0.0,
+    "kl_clip": 1e-3,
+    "factor_every": 10,
 }
-"""The settings of the experiments."""
+MODELS: dict[str, DynamicsSettings] = {
+    "NNG-MVG": DynamicsSettings(fit=NoisySettings(family="kronecker", **_COMMON)),
+    "NNG-FFG": DynamicsSettings(fit=NoisySettings(family="diagonal", **_COMMON)),
+}
+"""Settings by the paper's names of their posteriors: matrix-variate (Kronecker) and fully factorised (diagonal)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +108,9 @@ class Dynamics:
         settings: Of all models.
         seeds: One for each model: of its initial weights and all its draws. A model is the same whatever others there
             are.
+
+    Raises:
+        ValueError: There is nothing to model, or the posterior's information gain has no closed form.
     """
 
     def __init__(self, observations: int, actions: int, settings: DynamicsSettings, seeds: Sequence[int]) -> None:
@@ -139,28 +122,17 @@ class Dynamics:
         self.settings = settings
         self.network = Perceptrons((observations + actions, *settings.hidden, observations))
         self._streams = ReplicaGenerators.of(seeds)
-        self.learner = self._learner()
+        likelihood = Gaussian(noise_variance=settings.noise_std**2)
+        self.learner = settings.fit.learner(
+            self.network, likelihood, num_data=settings.num_data, generators=self._streams.start
+        )
+        self.learner.layer_covariances(0)  # a posterior without a closed form is refused before it is trained
         if settings.initial_std is not None:
             for mean, generator in zip(self.learner.mean, self._streams.start, strict=True):
                 mean.normal_(0.0, settings.initial_std, generator=generator)
         self._shapes = self.learner.noise_shapes(settings.batch_size)
         self._scales: list[tuple[Scale, Scale, Scale]] = []
         self._steps = 0
-
-    def _learner(self) -> VariationalLearner:
-        settings = self.settings
-        likelihood = Gaussian(noise_variance=settings.noise_std**2)
-        if isinstance(settings.fit, BBBSettings):
-            return BBB(
-                self.network,
-                likelihood,
-                settings.fit,
-                num_data=settings.num_data,
-                generators=self._streams.start,
-            )
-        return NoisyLearner(
-            self.network, likelihood, settings.fit, num_data=settings.num_data, generators=self._streams.start
-        )
 
     @property
     def replicas(self) -> int:
@@ -252,18 +224,16 @@ class Dynamics:
                 "num_samples must be at least 1 and covariance 'exact' or 'blockwise'; "
                 f"got {num_samples!r} and {covariance!r}"
             )
-        if covariance == "blockwise" and not self._kronecker():
-            raise ValueError("the blockwise gain is of a Kronecker posterior: use covariance='exact' with this model")
         with one_thread():
             scales, seen = self._scales[replica], transitions.flat()
             x, y = _pairs(scales, seen)
             persistence = np.square(scales[2].standardise(seen[0]) - y.numpy(), dtype=np.float64).mean()
             weights = self._draws(replica, num_samples)
-            roots = self._roots(replica)
+            covariances = self.learner.layer_covariances(replica)
             gains, squares = [], 0.0
             for rows, targets in zip(x.split(_CHUNK), y.split(_CHUNK), strict=True):
                 layers = perceptron_sensitivities(self.network, weights, rows, targets, self.settings.noise_std)
-                parts = [_gain(layer, root, covariance) for layer, root in zip(layers, roots, strict=True)]
+                parts = [layer_gain(*pair, covariance) for pair in zip(layers, covariances, strict=True)]
                 gains.append(torch.stack(parts).sum(0))
                 # The gradient at the outputs is (y − f)/σ².
                 errors = layers[-1].gradients.mean(1) * self.settings.noise_std**2
@@ -277,26 +247,6 @@ class Dynamics:
         noise[replica].normal_(generator=self._streams.test[replica])
         return self.learner.weights(noise)[replica]
 
-    def _kronecker(self) -> bool:
-        return isinstance(self.settings.fit, NoisySettings) and self.settings.fit.family == "kronecker"
-
-    def _roots(self, replica: int) -> list[tuple[Tensor, Tensor] | Tensor]:
-        """For each layer square roots of Σ₂ and Σ₁, or variances `[out, in]`."""
-        learner = self.learner
-        if isinstance(learner, BBB):
-            return list(self.network.matrices((2.0 * learner.log_std[replica]).exp()))
-        assert isinstance(learner, NoisyLearner)
-        scale = learner.kl_weight / learner.num_data
-        found: list[tuple[Tensor, Tensor] | Tensor] = []
-        for factors in learner.covariance.factors.values():
-            precision = factors.sampler
-            if isinstance(precision, kronecker.Precision):
-                found.append((math.sqrt(scale) * precision.left[replica], precision.right[replica]))
-            else:
-                assert isinstance(precision, diagonal.Precision)
-                found += self.network.matrices(scale / precision.diagonal[replica])
-        return found
-
 
 def _pairs(scales: Sequence[Scale], parts: Sequence[NDArray[np.float32]]) -> tuple[Tensor, Tensor]:
     """Inputs (observation and action) and targets (next observation), standardised."""
@@ -304,7 +254,3 @@ def _pairs(scales: Sequence[Scale], parts: Sequence[NDArray[np.float32]]) -> tup
         torch.from_numpy(scale.standardise(part)) for scale, part in zip(scales, parts, strict=True)
     )
     return torch.cat([observations, actions], -1), following
-
-
-def _gain(layer: Sensitivity, root: tuple[Tensor, Tensor] | Tensor, covariance: CovarianceTerm) -> Tensor:
-    return diagonal_gain(layer, root) if isinstance(root, Tensor) else kronecker_gain(layer, *root, covariance)

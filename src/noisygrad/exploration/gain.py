@@ -15,6 +15,7 @@ steps interact: `covariance="blockwise"`, here with the gradients ∇Σ₁ = −
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
@@ -22,8 +23,7 @@ import torch
 from torch import Tensor
 
 from noisygrad.exploration.sensitivity import Sensitivity, sensitivities
-from noisygrad.families import diagonal, kronecker
-from noisygrad.families.base import Precision
+from noisygrad.families.base import FactoredCovariance, Precision
 from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.posterior import Posterior
 
@@ -87,6 +87,7 @@ def spectral_gain(layer: Sensitivity, outputs: Tensor, inputs: Tensor, spectrum:
     a, g, r = layer.inputs @ inputs, layer.gradients @ outputs, layer.roots @ outputs
     scale, draws = spectrum.rsqrt(), a.shape[1]
     mean = (torch.einsum("bko,bki->boi", g, a) / draws * scale).square().sum((-2, -1))
+    r = r.expand(*a.shape[:2], -1, -1)
     # A few examples at a time, so that their rows of weights stay in the processor's cache.
     squares = [
         _squared_products(*part, scale) for part in zip(a.split(_CHUNK // 16), r.split(_CHUNK // 16), strict=True)
@@ -97,6 +98,24 @@ def spectral_gain(layer: Sensitivity, outputs: Tensor, inputs: Tensor, spectrum:
 def _squared_products(inputs: Tensor, roots: Tensor, scale: Tensor) -> Tensor:
     rows = (roots[..., :, None] * inputs[:, :, None, None, :] * scale).flatten(-2).flatten(1, 2)
     return (rows @ rows.mT).square().sum((-2, -1))
+
+
+def layer_gain(layer: Sensitivity, covariance: FactoredCovariance | Tensor, term: CovarianceTerm) -> Tensor:
+    """½ gᵀΣg + ¼ tr(FΣFΣ) of a layer, given Σ by its factors or as variances `[out, in]`: KL / α², `[B]`.
+
+    Raises:
+        ValueError: The blockwise term is asked of a covariance that is no Kronecker product.
+    """
+    product = isinstance(covariance, FactoredCovariance) and covariance.spectrum is None
+    if term == "blockwise" and not product:
+        raise ValueError(
+            "the blockwise gain is of a Kronecker posterior with factored damping: use covariance='exact' with this one"
+        )
+    if isinstance(covariance, Tensor):
+        return diagonal_gain(layer, covariance)
+    if covariance.spectrum is None:
+        return kronecker_gain(layer, covariance.left, covariance.right, term)
+    return spectral_gain(layer, covariance.left, covariance.right, covariance.spectrum)
 
 
 @torch.no_grad()
@@ -143,22 +162,11 @@ def _of_block(
     block: Block, precision: Precision, scale: float, layers: Mapping[str, Sensitivity], covariance: CovarianceTerm
 ) -> Iterator[Tensor]:
     """The gain of each layer of a block whose Σ is scale · P⁻¹."""
-    if isinstance(precision, kronecker.Precision):
+    found = precision.layer_covariance()
+    if isinstance(found, FactoredCovariance):
         (unit,) = block.units
-        root = scale**0.5 * precision.left
-        if precision.spectrum is None:
-            yield kronecker_gain(layers[unit.name], root, precision.right, covariance)
-            return
-        if covariance == "blockwise":
-            raise ValueError(
-                "with exact damping Σ is no Kronecker product: use covariance='exact', or factored damping"
-            )
-        yield spectral_gain(layers[unit.name], root, precision.right, precision.spectrum)
-    elif isinstance(precision, diagonal.Precision):
-        variances = scale / precision.diagonal
-        for unit, part in zip(block.units, variances.split([unit.size for unit in block.units], dim=-1), strict=True):
-            yield diagonal_gain(layers[unit.name], unit.matrix(part).unflatten(-1, (unit.outputs, unit.inputs)))
-    else:
-        raise ValueError(
-            f"the information gain of a {block.family} posterior is not supported: diagonal or kronecker is"
-        )
+        yield layer_gain(layers[unit.name], dataclasses.replace(found, left=scale**0.5 * found.left), covariance)
+        return
+    for unit, part in zip(block.units, found.split([unit.size for unit in block.units], dim=-1), strict=True):
+        variances = scale * unit.matrix(part).unflatten(-1, (unit.outputs, unit.inputs))
+        yield layer_gain(layers[unit.name], variances, covariance)

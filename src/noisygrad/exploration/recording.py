@@ -1,21 +1,19 @@
 """What happened in a rollout, with the observation that truly followed each action.
 
 A vector environment begins a new episode by itself, and returns its first observation in place of the last one of the
-old. `Tape` keeps the last one, and everything else a bonus or a baseline may ask for; `Recorder` is a tape around such
-an environment.
+old. `Tape` keeps the last one, and everything else a bonus or a baseline may ask for.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper
 
-from noisygrad.exploration.supported import require_box, require_finite
+from noisygrad.exploration.supported import require_finite
 
 Array = NDArray[np.float32]
 
@@ -137,53 +135,3 @@ class Tape:
         )
         self.discard()
         return taken
-
-
-class Recorder(VecEnvWrapper):
-    """A vector environment that keeps what happens in it until `take` is called.
-
-    Raises:
-        TypeError: Its observations or actions are not in a Box.
-    """
-
-    def __init__(self, venv: VecEnv) -> None:
-        super().__init__(venv)
-        require_box(venv.observation_space, venv.action_space)
-        self._actions: Array | None = None
-        self._tape = Tape(self.num_envs)
-
-    def discard(self) -> None:
-        """Forget what is recorded; the episodes go on."""
-        self._tape.discard()
-
-    def reset(self) -> Array:
-        """Begin new episodes; what is recorded is forgotten."""
-        observations = cast(Array, self.venv.reset())
-        self._tape.begin(observations)
-        return observations
-
-    def step_async(self, actions: Array) -> None:
-        """Hand the actions on."""
-        self._actions = np.array(actions)
-        self.venv.step_async(actions)
-
-    def step_wait(self) -> tuple[Array, Array, NDArray[np.bool_], list[dict[str, Any]]]:
-        """The results, as the environment gives them.
-
-        Raises:
-            ValueError: An observation or a reward is NaN or infinite.
-        """
-        given, rewards, dones, infos = self.venv.step_wait()
-        observations = cast(Array, given)
-        if self._actions is None:
-            raise RuntimeError("call step_async() before step_wait()")
-        self._tape.add(self._actions, observations, rewards, dones, infos)
-        return observations, rewards, dones, infos
-
-    def take(self) -> Transitions:
-        """All since the last call, in order.
-
-        Raises:
-            RuntimeError: Nothing has happened since.
-        """
-        return self._tape.take()

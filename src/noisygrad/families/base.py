@@ -231,6 +231,15 @@ class SolverSampler(Solver, Sampler):
 
 
 @dataclasses.dataclass
+class FactoredCovariance(TensorRecord):
+    """(L ⊗ R) diag(1/spectrum) (L ⊗ R)ᵀ of one layer's matrix, outputs ⊗ inputs; without a spectrum, of ones."""
+
+    left: Tensor
+    right: Tensor
+    spectrum: Tensor | None
+
+
+@dataclasses.dataclass
 class Precision(SolverSampler):
     """P = F̄ + Γ + γ_ex I of one block, factorised: each method is one identity."""
 
@@ -273,6 +282,18 @@ class Precision(SolverSampler):
         columns = self.sample(eye.reshape(size, *(1,) * (like.dim() - 1), size).expand(size, *like.shape))
         root = columns.movedim(0, -1)
         return root @ root.mT
+
+    def layer_covariance(self) -> FactoredCovariance | Tensor:
+        """P⁻¹ in a form that needs no dense matrix: its factors for one layer, or variances `[..., n]`.
+
+        Raises:
+            ValueError: This family has no such form.
+        """
+        family = type(self).__module__.rpartition(".")[2]
+        raise ValueError(
+            f"a posterior of the {family} family is not supported here: its covariance must be diagonal or a Kronecker "
+            "product for each layer"
+        )
 
     @abstractmethod
     def as_prior(self) -> Prior:

@@ -146,6 +146,10 @@ class Precision(base.Precision):
         """diag(p)."""
         return torch.diag_embed(self.diagonal)
 
+    def layer_covariance(self) -> Tensor:
+        """1 / p."""
+        return 1.0 / self.diagonal
+
     def as_prior(self) -> Prior:
         """The prior with precision p."""
         return Prior(self.diagonal)

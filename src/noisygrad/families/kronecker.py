@@ -194,6 +194,10 @@ class Precision(base.Precision):
         dense = [kronecker_product(outputs, inputs) for outputs, inputs in self._pairs()]
         return torch.stack(dense).sum(0)
 
+    def layer_covariance(self) -> base.FactoredCovariance:
+        """U, V and R."""
+        return base.FactoredCovariance(self.left, self.right, self.spectrum)
+
     def as_prior(self) -> Prior:
         """P as one Kronecker product.
 

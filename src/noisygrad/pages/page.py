@@ -6,10 +6,9 @@ Page("Title").section("Data").text("...").table(table).figure(figure, caption=".
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from string import Template
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 from matplotlib.figure import Figure
 
@@ -55,6 +54,8 @@ class Page:
         footer: A last line.
     """
 
+    css: ClassVar[str] = CSS
+
     def __init__(self, title: str, *, lead: str = "", footer: str = "") -> None:
         self.title, self.lead, self.footer = title, lead, footer
         self._sections: list[list[str]] = []
@@ -72,18 +73,6 @@ class Page:
         """Add a table of results."""
         return self._add(table.html())
 
-    def items(self, items: Iterable[str]) -> Self:
-        """Add a list of sentences."""
-        lines = "\n".join(f"<li>{html.escape(item)}</li>" for item in items)
-        return self._add(f"<ul>\n{lines}\n</ul>")
-
-    def tiles(self, tiles: Mapping[str, str]) -> Self:
-        """Add the few numbers that matter most: each large, with what it counts below it."""
-        boxes = "\n".join(
-            f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>" for name, value in tiles.items()
-        )
-        return self._add(f'<dl class="tiles">\n{boxes}\n</dl>')
-
     def figure(self, figure: Figure, *, caption: str, alt: str) -> Self:
         """Add a figure; `alt` says in words what it shows."""
         return self._add(
@@ -91,23 +80,11 @@ class Page:
             f"<figcaption>{html.escape(caption)}</figcaption>\n</figure>"
         )
 
-    def pairs(self, pairs: Mapping[str, object], *, caption: str, folded: bool = False) -> Self:
-        """Add a list of names and values, such as settings or versions; a folded one opens at a click."""
-        rows = "\n".join(
-            f'<tr><th scope="row">{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>'
-            for name, value in pairs.items()
-        )
-        body = f"<tbody>\n{rows}\n</tbody>"
-        if folded:
-            summary = f"<summary>{html.escape(caption)}</summary>"
-            return self._add(f'<details>\n{summary}\n<table class="pairs">\n{body}\n</table>\n</details>')
-        return self._add(f'<table class="pairs">\n<caption>{html.escape(caption)}</caption>\n{body}\n</table>')
-
     def html(self) -> str:
         """The whole page."""
         return _DOCUMENT.substitute(
             title=html.escape(self.title),
-            css=CSS,
+            css=self.css,
             lead=f'<p class="lead">{html.escape(self.lead)}</p>\n' if self.lead else "",
             sections="".join(f"<section>\n{chr(10).join(parts)}\n</section>\n" for parts in self._sections),
             footer=f"<footer>{html.escape(self.footer)}</footer>\n" if self.footer else "",

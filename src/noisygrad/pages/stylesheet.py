@@ -5,15 +5,11 @@ CSS = """
   color-scheme: light dark;
   --paper: #f4f6f8; --card: #fefefe; --ink: #1b2430; --muted: #5f6b78; --line: #dde3e9; --accent: #00639b;
   --mark: #e5f2fa;
-  --better: #d3ecf7; --better-ink: #004f7c; --within: #eef1f4; --within-ink: #4a5561;
-  --worse: #fde3cf; --worse-ink: #8f3d00;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --paper: #0f1319; --card: #171c24; --ink: #e8ecf1; --muted: #a3aebb; --line: #343d49; --accent: #6cc0ee;
     --mark: #16374d;
-    --better: #123a52; --better-ink: #8fd3f7; --within: #232b35; --within-ink: #b9c3ce;
-    --worse: #4d2a12; --worse-ink: #ffb98a;
   }
 }
 * { box-sizing: border-box; }
@@ -52,33 +48,6 @@ figure img { display: block; max-width: 100%; height: auto; margin: 0 auto; }
 figure .scroll { margin: 0; }
 figure .wide img { min-width: 38rem; }
 figcaption { color: var(--muted); font-size: .9rem; margin: .6rem 0 0; max-width: 46rem; }
-.pairs { margin-bottom: 1.5rem; }
-.pairs th { white-space: normal; width: 40%; }
-.pairs td { white-space: normal; overflow-wrap: anywhere; }
-.comparison { width: auto; min-width: 100%; }
-.comparison td, .comparison th { vertical-align: top; }
-.comparison tbody th { white-space: normal; min-width: 6.5rem; max-width: 10rem; line-height: 1.35; }
-.entry { border-left: 3px solid var(--card); line-height: 1.35; }
-.entry span.ours, .entry span.theirs, .entry span.note { display: block; }
-.theirs, .note { color: var(--muted); font-size: .85rem; }
-.note { font-style: italic; }
-.mark { display: inline-block; width: 1.1em; text-align: center; font-size: .8em; }
-.better { background: var(--better); } .better .ours, .legend .better { color: var(--better-ink); }
-.within { background: var(--within); } .within .ours, .legend .within { color: var(--within-ink); }
-.worse { background: var(--worse); } .worse .ours, .legend .worse { color: var(--worse-ink); }
-.better .theirs, .within .theirs, .worse .theirs, .entry .note { color: inherit; opacity: .8; }
-.legend { display: flex; flex-wrap: wrap; gap: .4rem .6rem; font-size: .85rem; max-width: none; }
-.legend > span { border-radius: 5px; padding: .1rem .5rem; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: .75rem; }
-.tiles { margin: 0 0 1.25rem; }
-.tiles > div {
-  display: flex; flex-direction: column-reverse; justify-content: flex-end;
-  border: 1px solid var(--line); border-radius: 10px; padding: .7rem .9rem;
-}
-.tiles dd { margin: 0; font-size: 1.5rem; line-height: 1.25; font-weight: 600; font-variant-numeric: tabular-nums; }
-.tiles dt { color: var(--muted); font-size: .85rem; line-height: 1.35; }
-ul { margin: 0 0 1rem; padding-left: 1.2rem; max-width: 52rem; } li { margin-bottom: .35rem; overflow-wrap: anywhere; }
-details { margin: 0 0 .75rem; } summary { cursor: pointer; color: var(--accent); padding: .2rem 0; }
 footer { color: var(--muted); font-size: .85rem; margin-top: 1.5rem; }
 @media (max-width: 40rem) {
   main { padding: 1.5rem .75rem 2rem; }

@@ -19,7 +19,7 @@ from noisygrad.algorithm.fisher import FisherStart
 from noisygrad.algorithm.mean import MeanUpdate
 from noisygrad.curvature.passes import MatrixPass
 from noisygrad.families import FAMILIES, family_named
-from noisygrad.families.base import DampingMode, Precision
+from noisygrad.families.base import DampingMode, FactoredCovariance, Precision
 from noisygrad.families.kl import kl_divergence
 from noisygrad.families.units import Slot, Unit
 from noisygrad.kernels.products import second_moment
@@ -71,6 +71,12 @@ class NoisySettings:
                 "momentum and fisher_decay must lie in [0, 1) and damping be at least 0; got "
                 f"{self.momentum!r}, {self.fisher_decay!r}, {self.damping!r}"
             )
+
+    def learner(
+        self, network: Perceptrons, likelihood: Gaussian, *, num_data: int, generators: Sequence[torch.Generator]
+    ) -> NoisyLearner:
+        """Perceptrons that are trained with these settings, one replica for each generator."""
+        return NoisyLearner(network, likelihood, self, num_data=num_data, generators=generators)
 
 
 class NoisyLearner(VariationalLearner):
@@ -200,6 +206,22 @@ class NoisyLearner(VariationalLearner):
             assert isinstance(precision, Precision)
             parts.append(kl_divergence(precision, self._priors[block.name], block.vector(self.mean), scale))
         return torch.stack(parts).sum(0)
+
+    def layer_covariances(self, replica: int) -> list[FactoredCovariance | Tensor]:
+        """λ/N times P⁻¹ of each layer."""
+        if not self.settings.noise:
+            raise ValueError("a point estimate (noise=False) has no covariance: train with noise=True")
+        found: list[FactoredCovariance | Tensor] = []
+        for block in self.covariance.blocks:
+            precision = self.covariance.factors[block.name].sampler
+            assert isinstance(precision, Precision)
+            covariance = precision.layer_covariance()
+            if isinstance(covariance, Tensor):
+                found += self.network.matrices(self._scale**2 * covariance[replica])
+            else:
+                own = covariance.map(lambda tensor: tensor[replica])
+                found.append(dataclasses.replace(own, left=self._scale * own.left))
+        return found
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The KL of the weights, of a posterior that is used; factorisations refused; the share of steps clipped."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from noisygrad.families.base import FactoredCovariance
 from noisygrad.likelihoods import Gaussian
 from noisygrad.predictions import RegressionPrediction
 from noisygrad.replicas.learner import Learner
@@ -67,6 +68,14 @@ class VariationalLearner(Learner):
     @abstractmethod
     def kl(self) -> Tensor:
         """KL in nats from the posterior of the weights to their prior, `[R]`."""
+
+    @abstractmethod
+    def layer_covariances(self, replica: int) -> list[FactoredCovariance | Tensor]:
+        """The covariance of each layer's weights [W | b] in one replica, as factors or as variances `[out, in]`.
+
+        Raises:
+            ValueError: It has no such form.
+        """
 
     def noise_shapes(self, batch_size: int) -> dict[str, tuple[int, ...]]:
         """Noise of the weights."""

@@ -40,7 +40,7 @@ class Reporter(AbstractContextManager["Reporter"]):
         """An epoch is done."""
 
 
-class Call(Reporter):
+class CallReporter(Reporter):
     """Hands each epoch to a function."""
 
     def __init__(self, function: Callable[[EpochRecord], None]) -> None:
@@ -113,7 +113,7 @@ class Lines(Reporter):
 def reporter(show: Show, epochs: int, done: int = 0) -> Reporter:
     """What shows the progress of `epochs` epochs, of which `done` were done before."""
     if callable(show):
-        return Call(show)
+        return CallReporter(show)
     if show is not None and not isinstance(show, bool):
         raise ValueError(f"progress must be True, False, None or a function of an EpochRecord; got {show!r}")
     if show is False:

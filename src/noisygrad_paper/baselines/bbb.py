@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from noisygrad.families.base import FactoredCovariance
 from noisygrad.likelihoods import Gaussian
 from noisygrad.replicas.perceptrons import Perceptrons
 from noisygrad.replicas.variational import VariationalLearner
@@ -33,6 +34,12 @@ class BBBSettings:
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be positive and finite; got {value!r}")
+
+    def learner(
+        self, network: Perceptrons, likelihood: Gaussian, *, num_data: int, generators: Sequence[torch.Generator]
+    ) -> BBB:
+        """Perceptrons that are trained with these settings, one replica for each generator."""
+        return BBB(network, likelihood, self, num_data=num_data, generators=generators)
 
 
 class BBB(VariationalLearner):
@@ -93,6 +100,10 @@ class BBB(VariationalLearner):
         variance = self.settings.prior_variance
         ratio = (2.0 * self.log_std).exp() / variance
         return 0.5 * (ratio + self.mean.square() / variance - 1.0 - ratio.log()).sum(-1)
+
+    def layer_covariances(self, replica: int) -> list[FactoredCovariance | Tensor]:
+        """σ² of each layer."""
+        return list(self.network.matrices((2.0 * self.log_std[replica]).exp()))
 
     def tensors(self) -> dict[str, Tensor]:
         """Mean, width, noise, and the moments of Adam."""

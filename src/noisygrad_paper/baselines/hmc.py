@@ -7,7 +7,6 @@ precision under its Gamma prior is integrated out exactly, so chains are over we
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -21,11 +20,12 @@ from noisygrad.likelihoods import Bernoulli, Categorical, Gaussian, Heteroscedas
 from noisygrad.posterior.weights import evaluating
 from noisygrad.priors import PriorVariance, check_patterns, check_prior_variance, is_improper, prior_precision
 from noisygrad_paper.baselines.hmc_posterior import HMCPosterior, wide
+from noisygrad_paper.extras import require
 
 if TYPE_CHECKING:
     from noisygrad_paper.baselines.jax_sampler import Potential
 
-__all__ = ["HMC", "HMCPosterior", "HMCSettings", "fit", "need_extra"]
+__all__ = ["HMC", "HMCPosterior", "HMCSettings", "fit"]
 
 Report = Callable[[float, str], None]
 """Told the fraction that is done, and a word on it."""
@@ -45,7 +45,7 @@ class HMCSettings:
     leapfrog_steps: int = 32
     target_accept: float = 0.8
     largest_rhat: float = 1.01
-    """Chains are made longer until R̂ of the predictions is at most this, or there were so many `extensions`."""
+    """Chains are made longer until R̂ of the predictions is at most this, or there were this many `extensions`."""
     extensions: int = 2
     """Each takes as many samples again as there are."""
 
@@ -136,9 +136,9 @@ class HMC:
         self._place = device if torch.device(device).type != "cuda" or torch.cuda.is_available() else "cpu"
 
     def _make_sampler(self) -> Any:
-        need_extra()
+        require("HMC", "jax", "numpyro")
         from noisygrad_paper.baselines.jax_networks import as_jax
-        from noisygrad_paper.baselines.jax_sampler import Sampler, Schedule
+        from noisygrad_paper.baselines.jax_sampler import ChainSampler, Schedule
 
         chosen = self.settings
         schedule = Schedule(
@@ -149,7 +149,7 @@ class HMC:
             target_accept=chosen.target_accept,
         )
         self._network = as_jax(self.model)
-        return Sampler(self._potential(self._network), schedule)
+        return ChainSampler(self._potential(self._network), schedule)
 
     def _potential(self, network: Callable[..., Any]) -> Potential:
         import jax.numpy as jnp
@@ -253,14 +253,6 @@ class HMC:
         parts = torch.from_numpy(np.ascontiguousarray(draws)).to(self._place).split(self._sizes, dim=-1)
         weights = {name: part.unflatten(-1, s) for (name, s), part in zip(self._shapes.items(), parts, strict=True)}
         return HMCPosterior(self.model, self.likelihood, weights, data, self.settings.largest_rhat)
-
-
-def need_extra() -> None:
-    """Raise ModuleNotFoundError with the command to install it, where the extra hmc is missing."""
-    missing = [name for name in ("jax", "numpyro") if importlib.util.find_spec(name) is None]
-    if missing:
-        names = " and ".join(missing)
-        raise ModuleNotFoundError(f'HMC needs {names}: pip install "noisygrad[hmc]"', name=missing[0])
 
 
 def _check_likelihood(likelihood: Likelihood) -> None:

@@ -40,7 +40,7 @@ class Schedule:
     target_accept: float
 
 
-class Sampler:
+class ChainSampler:
     """Chains for R data sets, `[R, C]` of them; `start`, then `warm_up`, then `draw` as often as needed.
 
     Args:
@@ -153,5 +153,5 @@ def _filled(places: Sequence[int], count: int) -> list[int]:
 
 
 def _parts(total: int, most: int = 100) -> list[tuple[int, int]]:
-    """(done before, count) of pieces of at most so many."""
+    """(done before, count) of pieces of at most this size."""
     return [(start, min(most, total - start)) for start in range(0, total, most)]

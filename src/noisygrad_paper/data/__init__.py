@@ -6,7 +6,7 @@ from noisygrad_paper.data.files import DamagedDataError, MissingDataError
 from noisygrad_paper.data.images import Images, load_images, load_out_of_distribution, subset
 from noisygrad_paper.data.own_csv import CsvError, read_csv_table
 from noisygrad_paper.data.splits import Split, Standardised, splits_of, standard_splits, standardised
-from noisygrad_paper.data.tables import Table, load_table
+from noisygrad_paper.data.tables import DataTable, load_table
 
 __all__ = [
     "CORRUPTIONS",
@@ -18,7 +18,7 @@ __all__ = [
     "MissingDataError",
     "Split",
     "Standardised",
-    "Table",
+    "DataTable",
     "UnknownDataSetError",
     "corrupted",
     "data_directory",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from noisygrad_paper.data.tables import Table
+from noisygrad_paper.data.tables import DataTable
 
 FEWEST_ROWS = 20
 _MISSING = frozenset({"", "na", "n/a", "nan", "null", "none", "?", "-"})
@@ -19,7 +19,7 @@ class CsvError(ValueError):
     """A CSV file that cannot be used; the message names the column or the line, and says what to do."""
 
 
-def read_csv_table(path: str | Path, target: str | int) -> Table:
+def read_csv_table(path: str | Path, target: str | int) -> DataTable:
     """A table from a file with a header line and numbers between commas.
 
     Args:
@@ -51,7 +51,7 @@ def read_csv_table(path: str | Path, target: str | int) -> Table:
     y = numbers[:, column].copy()
     if y.min() == y.max():
         raise CsvError(f"{path}: the target column {header[column]!r} is {y[0]:g} in every row: nothing to predict")
-    return Table(
+    return DataTable(
         name=path.stem,
         label=path.name,
         x=np.delete(numbers, column, axis=1),

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from noisygrad_paper.data.catalogue import data_set
-from noisygrad_paper.data.tables import Table
+from noisygrad_paper.data.tables import DataTable
 
 Split: TypeAlias = tuple[NDArray[np.intp], NDArray[np.intp]]
 """Row numbers for training, and row numbers for testing."""
@@ -61,7 +61,7 @@ class Standardised:
 
 
 def standardised(
-    table: Table, splits: Sequence[Split], *, ones: Sequence[int] = (), by_all_rows: bool = False
+    table: DataTable, splits: Sequence[Split], *, ones: Sequence[int] = (), by_all_rows: bool = False
 ) -> Standardised:
     """Mean 0 and standard deviation 1 (with divisor n) on each split's training rows; a constant becomes 0, not NaN.
 

@@ -13,7 +13,7 @@ from noisygrad_paper.data.files import read_arrays
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Table:
+class DataTable:
     """Inputs and a target, as they were measured: nothing is standardised yet.
 
     Raises ValueError when made with shapes that do not fit, or with numbers that are not finite.
@@ -48,7 +48,7 @@ class Table:
         return int(self.x.shape[1])
 
 
-def load_table(name: str, data_dir: str | Path | None = None) -> Table:
+def load_table(name: str, data_dir: str | Path | None = None) -> DataTable:
     """The regression set of that name, its checksum verified.
 
     Args:
@@ -73,7 +73,7 @@ def load_table(name: str, data_dir: str | Path | None = None) -> Table:
         if name == "naval-turbine":
             x, y = np.column_stack([x, y]), arrays["turbine_decay"]
     x = np.ascontiguousarray(x)
-    return Table(name=name, label=entry.label, x=x, y=y, about=entry.about, target=entry.target)
+    return DataTable(name=name, label=entry.label, x=x, y=y, about=entry.about, target=entry.target)
 
 
 def _diabetes() -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -1,8 +1,12 @@
 """The paper's three sparse tasks on the Box2D engine, registered with gymnasium as `noisygrad/<name>-v0`.
 
-Importing `noisygrad.exploration` registers them; `gymnasium.make("noisygrad.exploration:noisygrad/MountainCar-v0")`
-does both at once.
+Importing this package registers them; `gymnasium.make("noisygrad_paper.environments:noisygrad/MountainCar-v0")` does
+both at once. Needs the extra `paper`.
 """
+
+from noisygrad_paper.extras import require
+
+require("noisygrad_paper.environments", "gymnasium", "Box2D", "PIL")
 
 import gymnasium
 

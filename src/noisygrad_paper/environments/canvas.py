@@ -15,7 +15,7 @@ Point = tuple[float, float]
 _BODIES = (palette.BLUE, palette.ORANGE)
 _PIXELS_WIDE = 480
 _FINER = 3
-"""Drawn so many times larger and then averaged, for smooth edges."""
+"""Drawn this many times larger and then averaged, for smooth edges."""
 
 
 class Canvas:

@@ -18,20 +18,20 @@ from torch import Tensor
 
 from noisygrad.kernels.threads import one_thread
 from noisygrad.replicas.engine import Execution
-from noisygrad.versions import device_name
 from noisygrad_paper.baselines.hmc import HMCSettings
-from noisygrad_paper.data import Table, load_table, standardised
+from noisygrad_paper.data import DataTable, load_table, standardised
 from noisygrad_paper.experiments.cells import Cell, Job
 from noisygrad_paper.experiments.changes import check_changes, named_after
+from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.few_labels import (
     DATA,
     METHODS,
     Config,
     DrawnFit,
+    FewLabelsMethod,
     FewPoints,
     Fitted,
     Hamiltonian,
-    Method,
     trial,
 )
 
@@ -70,7 +70,7 @@ Report = Callable[[float, str], None]
 __all__ = ["ACQUISITIONS", "DATA", "EXPERIMENT", "METHODS_HERE", "TRIALS", "plan", "run_job"]
 
 
-def _method(name: str) -> Method:
+def _method(name: str) -> FewLabelsMethod:
     name = name.split(" ", maxsplit=1)[0]  # what follows are the settings that are tuned
     return Hamiltonian(_HMC) if name == "HMC" else METHODS[name.removesuffix(BATCH)]
 
@@ -160,7 +160,7 @@ def run_job(job: Job, report: Report, *, data_dir: str | None = None, device: st
     ]
 
 
-def _fit(method: Method, race: _Race, config: Config, device: str, say: Report, number: int) -> Fitted:
+def _fit(method: FewLabelsMethod, race: _Race, config: Config, device: str, say: Report, number: int) -> Fitted:
     x, y = race.labelled()
     count = x.shape[0] // 2
     # Both ways start from the same weights.
@@ -186,7 +186,7 @@ def _figures(found: dict[str, Tensor], index: int) -> dict[str, float | list[flo
 class _Race:
     """Who has which labels: rows `[2T, N]`, first those who choose at random, then those who choose by variance."""
 
-    table: Table
+    table: DataTable
     trials: Sequence[int]
     rows: NDArray[np.intp]
     test: NDArray[np.intp]
@@ -203,7 +203,7 @@ class _Race:
     """What went wrong, by trial; it goes on at random, so that the others can."""
 
     @classmethod
-    def start(cls, table: Table, trials: Sequence[int], seed: int, at_once: int = 1) -> _Race:
+    def start(cls, table: DataTable, trials: Sequence[int], seed: int, at_once: int = 1) -> _Race:
         chosen = [trial(table, number, ACQUISITIONS) for number in trials]
         rows = np.stack([each.labelled for each in chosen])
         everything = np.arange(table.rows)

@@ -1,4 +1,4 @@
-"""What a classifier's posterior is worth: accuracy, calibration, strange images and spoilt ones."""
+"""What a classifier's posterior is worth: accuracy, calibration, out-of-distribution and corrupted images."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def with_own_norm(
 
 
 def out_of_distribution(
-    posterior: Posterior, images: Tensor, strange: Tensor, normalise: Normalise, samples: int
+    posterior: Posterior, images: Tensor, others: Tensor, normalise: Normalise, samples: int
 ) -> Figures:
-    """How well entropy and mutual information tell images of the data set from strange ones, by AUROC."""
+    """How well entropy and mutual information tell images of the data set from out-of-distribution ones, by AUROC."""
     inside, outside = (
-        CategoricalPrediction(_logits(posterior, _unit(each), normalise, samples)) for each in (images, strange)
+        CategoricalPrediction(_logits(posterior, _unit(each), normalise, samples)) for each in (images, others)
     )
     found: Figures = {"auroc_entropy": metrics.auroc(inside.entropy, outside.entropy)}
     if inside.num_samples > 1:  # one draw has no information about the weights
@@ -105,8 +105,8 @@ def under_corruption(
         for strength in STRENGTHS:
             say(f"{kind} {strength}")
             generator = torch.Generator().manual_seed(seed)
-            spoilt = corrupted(_unit(images), kind, strength, generator)
-            rows.append(_scores(CategoricalPrediction(_logits(posterior, spoilt, normalise, samples)), labels))
+            worse = corrupted(_unit(images), kind, strength, generator)
+            rows.append(_scores(CategoricalPrediction(_logits(posterior, worse, normalise, samples)), labels))
         for name in rows[0]:
             found[f"{kind}_{name}"] = [row[name] for row in rows]
     return found

@@ -22,12 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from noisygrad.distributed import mean_of_processes, processes
-from noisygrad.networks import VGG16, ConvNet
+from noisygrad.distributed import processes
 from noisygrad.optim.draw import BETWEEN_RANKS
 from noisygrad.training.history import EpochRecord, History
 from noisygrad.training.loop import train
-from noisygrad.versions import device_name
 from noisygrad_paper.data.images import Images, load_images, load_out_of_distribution, subset
 from noisygrad_paper.experiments.augmentation import random_crop
 from noisygrad_paper.experiments.calibration import (
@@ -42,6 +40,7 @@ from noisygrad_paper.experiments.calibration import (
 from noisygrad_paper.experiments.cells import Cell, Job
 from noisygrad_paper.experiments.changes import check_changes, named_after
 from noisygrad_paper.experiments.configurations import BF16, CONFIGURATIONS, LEARNED_NORM, full_name, has
+from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.image_methods import (
     METHODS,
     Config,
@@ -53,6 +52,8 @@ from noisygrad_paper.experiments.image_methods import (
     settings,
 )
 from noisygrad_paper.experiments.image_problems import PROBLEMS
+from noisygrad_paper.experiments.processes import mean_of_processes
+from noisygrad_paper.networks import VGG16, ConvNet
 
 EXPERIMENT = "classification"
 VALIDATION = "classification-validation"
@@ -86,7 +87,7 @@ def plan(
         configurations: Of "plain", "D", "B" and "D+B".
         seeds: How many trainings of each.
         epochs: Instead of the data set's own number.
-        train_size: Only so many training images.
+        train_size: Only this many training images.
         learned_norm: Learn the scales and shifts of batch normalisation, which the paper leaves at 1 and 0.
         bf16: Let the network compute in bfloat16; weights, statistics and factors stay in float32.
         validation: Measure on a tenth of the training images, held out, instead of the test images.
@@ -137,7 +138,7 @@ def check_data(jobs: Sequence[Job], data_dir: str | None) -> None:
                 _part_of(images, job.config, seed)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is missing is told by the jobs
-            _strange_images(name, data_dir)
+            _out_of_distribution_images(name, data_dir)
 
 
 def _part_of(images: Images, config: Config, seed: int) -> Images:
@@ -187,12 +188,12 @@ def _run(
         report(record.epoch / record.epochs, f"seed {seed}, epoch {record.epoch} of {record.epochs}")
         return {"test_accuracy": learning.test_accuracy(), **learning.losses()}
 
-    strange = _strange_images(job.data, data_dir)  # before the training: nothing should be missing after it
+    others = _out_of_distribution_images(job.data, data_dir)  # before the training: nothing should be missing after it
     experiment = VALIDATION if config.get("validation", False) else EXPERIMENT
     try:
         history = learning.train(on_epoch, path, checkpoint_every)
         measuring = time.perf_counter()
-        figures = learning.figures(history, strange, lambda word: report(1.0, f"seed {seed}, measuring: {word}"))
+        figures = learning.figures(history, others, lambda word: report(1.0, f"seed {seed}, measuring: {word}"))
     except ArithmeticError as error:  # a training that diverged is a result too
         seconds = time.perf_counter() - start
         without = job.cell(experiment, seed, {"loss": math.nan}, seconds=seconds, device=device_name(device))
@@ -202,14 +203,14 @@ def _run(
     return job.cell(experiment, seed, figures, seconds=seconds, device=device_name(device))
 
 
-def _strange_images(data: str, data_dir: str | None) -> NDArray[np.uint8] | None:
+def _out_of_distribution_images(data: str, data_dir: str | None) -> NDArray[np.uint8] | None:
     """Images of no class of the data set, where there are any; a word where they are missing."""
     if data != "cifar10":
         return None
     try:
         return load_out_of_distribution(data_dir)
     except FileNotFoundError as missing:
-        warnings.warn(f"the AUROC of telling strange images apart is left out: {missing}", stacklevel=2)
+        warnings.warn(f"the AUROC of out-of-distribution images is left out: {missing}", stacklevel=2)
         return None
 
 
@@ -327,7 +328,7 @@ class Learning:
         return accuracy_of(self.network, self.x_test, self.y_test, self.normalise)
 
     def figures(
-        self, history: History, strange: NDArray[np.uint8] | None, say: Callable[[str], None]
+        self, history: History, others: NDArray[np.uint8] | None, say: Callable[[str], None]
     ) -> dict[str, float | list[float]]:
         """Everything a cell keeps; `say` is told what is under way."""
         posterior, samples = self.trainer.posterior(), self.config["test_samples"]
@@ -347,10 +348,10 @@ class Learning:
         if samples > 1 and self.config["batch_norm"]:
             seen = self.x_train[:_SOME]
             found |= with_own_norm(posterior, self.x_test, self.y_test, self.normalise, samples, seen)
-        if strange is not None:
-            say("strange images")
-            others = torch.from_numpy(strange).to(self.device)
-            found |= out_of_distribution(posterior, self.x_test, others, self.normalise, samples)
+        if others is not None:
+            say("out-of-distribution images")
+            unknown = torch.from_numpy(others).to(self.device)
+            found |= out_of_distribution(posterior, self.x_test, unknown, self.normalise, samples)
         if self.data in ("cifar10", "digits"):
             found |= under_corruption(posterior, self.x_test, self.y_test, self.normalise, samples, say=say)
         return found

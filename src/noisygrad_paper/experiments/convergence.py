@@ -23,9 +23,9 @@ from torch import Tensor
 from noisygrad.kernels.threads import one_thread
 from noisygrad.replicas.engine import Execution, ReplicaGenerators, train_replicas
 from noisygrad.replicas.variational import VariationalLearner
-from noisygrad.versions import device_name
 from noisygrad_paper.data import load_table, splits_of, standardised
 from noisygrad_paper.experiments.cells import Cell, Job
+from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.methods import UnknownMethodError, find_method
 from noisygrad_paper.experiments.regression import Report, problem_of
 
@@ -61,7 +61,7 @@ ELBO_SAMPLES = 50
 Rates: TypeAlias = dict[tuple[str, str], float]
 """A step size by data set and method."""
 _LAST = 20
-"""The end of a training is the last one of so many parts of its evaluations, as in the report."""
+"""The end of a training is the last one of this many parts of its evaluations, as in the report."""
 
 
 def tuning_plan(

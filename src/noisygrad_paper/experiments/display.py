@@ -95,7 +95,7 @@ class Display:
         return "  ".join(f"{_label(job)} {fraction:.0%}" for job, fraction, _ in self._at_work.values())
 
 
-class Lines(Display):
+class LineDisplay(Display):
     """For a log: a line per finished job, and now and then one on those at work."""
 
     def __init__(self, announce: Announce | None, total: int, done: int, cost: float) -> None:
@@ -119,7 +119,7 @@ class Lines(Display):
         )
 
 
-class Bar(Display):
+class BarDisplay(Display):
     """A bar on a terminal."""
 
     def __init__(self, announce: Announce | None, total: int, done: int, cost: float) -> None:
@@ -177,11 +177,11 @@ class _TimeLeft(ProgressColumn):
 def shown(progress: bool | None, announce: Announce | None, total: int, done: int, cost: float) -> Iterator[Display]:
     """A bar where there is a terminal; elsewhere lines, if progress is True; nothing of both if it is False."""
     if progress is not False and Console(file=sys.stderr).is_terminal:
-        bar = Bar(announce, total, done, cost)
+        bar = BarDisplay(announce, total, done, cost)
         with bar.progress:
             yield bar
     else:
-        yield (Lines if progress else Display)(announce, total, done, cost)
+        yield (LineDisplay if progress else Display)(announce, total, done, cost)
 
 
 def figures_of(cells: Sequence[Cell]) -> str:

@@ -3,7 +3,7 @@
 A job is a task, a condition and up to ten seeds, whose agents learn side by side: their models of the dynamics are
 replicas of one batched network. Each agent has random numbers of its own, so that a seed begins alike under every
 condition and whatever other seeds it runs with; after that, rounding alone tells a seed that ran alone from one that
-did not. Needs the extra rl.
+did not. Needs the extra paper.
 """
 
 from __future__ import annotations
@@ -21,25 +21,21 @@ from numpy.typing import NDArray
 from stable_baselines3.common.callbacks import BaseCallback
 
 from noisygrad.exploration import (
-    MODELS,
-    TASKS,
     Bonus,
     Dynamics,
     DynamicsSettings,
     GainBonus,
     IntrinsicReward,
-    NoBonus,
     ReplayPool,
-    SquaredNorm,
     Transitions,
-    paper_trpo,
 )
 from noisygrad.kernels.threads import one_thread
 from noisygrad.replicas.noisy import NoisySettings
-from noisygrad.versions import device_name
 from noisygrad_paper.baselines.bbb import BBBSettings
+from noisygrad_paper.environments import TASKS
 from noisygrad_paper.experiments.cells import Cell, Job
 from noisygrad_paper.experiments.changes import check_changes, named_after
+from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.exploration_conditions import (
     ALONE,
     BLOCKWISE,
@@ -52,6 +48,7 @@ from noisygrad_paper.experiments.exploration_conditions import (
     TUNING,
     usual_seeds,
 )
+from noisygrad_paper.exploration import MODELS, NoBonus, SquaredNorm, paper_trpo
 
 _TOGETHER = 10
 """Seeds in a job: what is lost, at most, when a run is stopped."""

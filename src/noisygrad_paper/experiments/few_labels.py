@@ -26,7 +26,7 @@ from noisygrad.replicas.perceptrons import Perceptrons
 from noisygrad.replicas.variational import VariationalLearner
 from noisygrad_paper.baselines.hmc import HMC, HMCPosterior, HMCSettings
 from noisygrad_paper.baselines.pbp import PBP
-from noisygrad_paper.data.tables import Table
+from noisygrad_paper.data.tables import DataTable
 
 Config = dict[str, Any]
 Report = Callable[[float, str], None]
@@ -46,11 +46,11 @@ class Trial:
     pool: NDArray[np.intp]
 
 
-def trial(table: Table, seed: int, pool: int = 0) -> Trial:
+def trial(table: DataTable, seed: int, pool: int = 0) -> Trial:
     """The rows of a trial, of which the first `LABELLED` and the next `OTHERS` are taken in random order.
 
     Raises:
-        ValueError: Where the table has too few rows for that and a pool of so many.
+        ValueError: Where the table has too few rows for that and a pool of this many.
     """
     needed = LABELLED + OTHERS + pool
     if table.rows < needed:
@@ -72,7 +72,7 @@ class Fitted(Protocol):
         """Figures about the fit, `[R]` by name."""
 
 
-class Method(Protocol):
+class FewLabelsMethod(Protocol):
     """How networks are fitted to a few points."""
 
     @property
@@ -279,7 +279,7 @@ def _noisy(**changes: Any) -> Noisy:
     return Noisy(NoisySettings(fisher_decay=0.99, momentum=0.0, **changes))
 
 
-METHODS: dict[str, Method] = {
+METHODS: dict[str, FewLabelsMethod] = {
     "HMC": Hamiltonian(HMCSettings()),
     "PBP": ProbabilisticBackpropagation(),
     "NNG-FFG": _noisy(family="diagonal"),

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from noisygrad.kernels.threads import one_thread
 from noisygrad.replicas.engine import Execution
-from noisygrad.versions import device_name
 from noisygrad_paper.data import load_table, standardised
 from noisygrad_paper.experiments.cells import Cell, Job
+from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.few_labels import DATA, METHODS, FewPoints, trial
 
 EXPERIMENT = "hmc-correlation"
@@ -98,7 +98,7 @@ def run_job(
 
 
 def _short(values: torch.Tensor) -> list[float]:
-    """With so many digits as matter to a correlation."""
+    """With as many digits as matter to a correlation."""
     return [float(f"{value:.{_DIGITS}g}") for value in values.tolist()]
 
 

@@ -8,7 +8,7 @@ from noisygrad_paper.experiments.image_methods import Config
 
 
 @dataclass(frozen=True)
-class Problem:
+class ImageProblem:
     """What depends on the data set: the network, how long it is trained, what an augmented image is, other settings."""
 
     network: str
@@ -43,7 +43,7 @@ _CHOSEN: dict[tuple[str, str], Config] = {
 }
 """On CIFAR-10. `docs/reproduce-classification.md` says which were tried on held-out images and which were not."""
 PROBLEMS = {
-    "cifar10": Problem(
+    "cifar10": ImageProblem(
         "VGG16",
         epochs=150,
         batch_size=128,
@@ -52,6 +52,6 @@ PROBLEMS = {
         settings={"noisy-Adam": {"lr_drops": [0.5, 0.75]}},
         choices=_CHOSEN,
     ),
-    "mnist": Problem("ConvNet", epochs=3, batch_size=128, padding=2, flip=False, settings=_SHORT),
-    "digits": Problem("ConvNet", epochs=30, batch_size=32, padding=1, flip=False, settings=_SHORT),
+    "mnist": ImageProblem("ConvNet", epochs=3, batch_size=128, padding=2, flip=False, settings=_SHORT),
+    "digits": ImageProblem("ConvNet", epochs=30, batch_size=32, padding=1, flip=False, settings=_SHORT),
 }

@@ -57,7 +57,7 @@ class Method:
     """The sets it can be run on; None for all."""
 
     def fits(self, problem: Problem) -> bool:
-        """Whether it is run on this problem; a table of one's own may have so many weights."""
+        """Whether it is run on this problem; a table of one's own may have at most `_MOST_WEIGHTS` weights."""
         if self.only is None or problem.name in self.only:
             return True
         return problem.name.startswith("csv-") and problem.weights <= _MOST_WEIGHTS

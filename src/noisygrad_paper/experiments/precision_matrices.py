@@ -27,9 +27,10 @@ from noisygrad.likelihoods import Gaussian
 from noisygrad.replicas.engine import Execution, ReplicaGenerators, train_replicas
 from noisygrad.replicas.noisy import NoisyLearner, NoisySettings
 from noisygrad.replicas.perceptrons import Perceptrons
-from noisygrad.versions import device_name, versions
+from noisygrad.versions import versions
 from noisygrad_paper.data import Standardised, load_table, standardised
 from noisygrad_paper.experiments.cells import ConfigurationError, ResultsError
+from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.regression import annealing
 
 EXPERIMENT = "precision-matrices"
@@ -61,7 +62,7 @@ class PrecisionConfig:
     """What both rates are multiplied by in the second half of the epochs."""
     kl_clip: float = 1e-3  # c
     factor_every: int = 20  # T_inv
-    """Of the families whose factorisation is dear: block tridiagonal and full."""
+    """Of the families whose factorisation is expensive: block tridiagonal and full."""
     noise_prior: tuple[float, float] = (6.0, 6.0)
     seed: int = 0
 

@@ -22,11 +22,11 @@ from torch import Tensor
 from noisygrad.kernels.threads import one_thread
 from noisygrad.replicas.engine import Execution, ReplicaGenerators, train_replicas
 from noisygrad.replicas.learner import Learner
-from noisygrad.versions import device_name
-from noisygrad_paper.data import Split, Standardised, Table, load_table, splits_of, standard_splits, standardised
+from noisygrad_paper.data import DataTable, Split, Standardised, load_table, splits_of, standard_splits, standardised
 from noisygrad_paper.data.own_csv import read_csv_table
 from noisygrad_paper.experiments.cells import Cell, Job
 from noisygrad_paper.experiments.changes import check_changes, named_after
+from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.methods import Problem, find_method
 
 EXPERIMENT = "regression"
@@ -38,7 +38,7 @@ MORE_DATA = ("year", "diabetes")
 """Sets that are run if asked for: the paper's largest, which is fetched apart, and scikit-learn's own."""
 
 _LARGE = 3000
-"""From so many rows on, batches are of 100, as the paper says; of 500 for year."""
+"""From this many rows on, batches are of 100, as the paper says; of 500 for year."""
 _WIDE = ("protein", "year")
 OWN_SPLITS = 20
 _HELD_OUT = 0.2
@@ -64,7 +64,7 @@ def plan(
         data: Names of data sets; with `csv`, its name.
         methods: Names of methods.
         epochs: Instead of each method's own.
-        splits: Only the first so many splits of each set.
+        splits: Only the first splits, this many, of each set.
         data_dir: Where the data lie.
         csv: A file of the user's own and its target column.
         seed: Of all random numbers; a replicate's seed follows from it.
@@ -94,7 +94,7 @@ def plan(
     return sorted(jobs, key=lambda job: job.cost)
 
 
-def problem_of(table: Table) -> Problem:
+def problem_of(table: DataTable) -> Problem:
     """What a method's settings depend on."""
     hidden = 100 if table.name in _WIDE else 50
     return Problem(
@@ -199,10 +199,10 @@ def _tensor(array: np.ndarray[Any, Any], learner: Learner) -> Tensor:
     return torch.from_numpy(array).to(device=learner.device, dtype=learner.dtype)
 
 
-def _table(name: str, data_dir: str | Path | None, csv: tuple[str, str] | None) -> Table:
+def _table(name: str, data_dir: str | Path | None, csv: tuple[str, str] | None) -> DataTable:
     # A table of one's own must not pass for one of ours, whatever its file is called.
     return load_table(name, data_dir) if csv is None else replace(read_csv_table(*csv), name=name)
 
 
-def _splits(table: Table, csv: tuple[str, str] | None) -> list[Split]:
+def _splits(table: DataTable, csv: tuple[str, str] | None) -> list[Split]:
     return splits_of(table.name) if csv is None else standard_splits(table.rows, OWN_SPLITS)

@@ -191,7 +191,7 @@ def _in_processes(work: Work, jobs: Sequence[Job], experiment: str, workers: int
                 # Two, though one is needed: joblib computes in this process where one is asked for.
                 yield from _stream(work, iter([(number, job)]), {}, experiment, notes, n_jobs=2, backend="loky")
             except BrokenProcessPool as error:
-                yield _failed(job, f"its process died, perhaps for want of memory ({type(error).__name__})", str(error))
+                yield _failed(job, f"its process died, perhaps out of memory ({type(error).__name__})", str(error))
 
 
 def _on_cluster(work: Work, jobs: Sequence[Job], experiment: str, scheduler: str) -> _Outcomes:
@@ -263,7 +263,7 @@ def _dask_backend(client: Any) -> Any:
             def told(future: Any) -> None:
                 if error := future.exception():
                     _, (_, job, _, _, number), _ = func.items[0]
-                    callback([(number, _failed(job, f"its workers were lost, perhaps for want of memory: {error}"))])
+                    callback([(number, _failed(job, f"its workers were lost, perhaps out of memory: {error}"))])
 
             future = super().submit(func, callback)
             future.add_done_callback(told)

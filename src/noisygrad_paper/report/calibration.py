@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from noisygrad.pages.comparison import ACCURACY, BRIER, ECE, NLL, Metric
-from noisygrad.pages.page import Page
 from noisygrad.pages.tables import Column, Table
 from noisygrad.plots import ReliabilityBins, reliability_of_bins
 from noisygrad_paper.experiments.cells import Cell
 from noisygrad_paper.experiments.configurations import CONFIGURATIONS, full_name, heading, parts
+from noisygrad_paper.report.comparison import ACCURACY, BRIER, ECE, NLL, Metric
 from noisygrad_paper.report.figures import Curve, Panel, curve_panels, method_colour
+from noisygrad_paper.report.page import ReportPage
 from noisygrad_paper.report.study import Study
 
 OURS, WITHOUT_NOISE = "noisy-K-FAC", "K-FAC"
@@ -101,7 +101,7 @@ def methods_in(study: Study, data: str, configuration: str) -> dict[str, str]:
     return {short: name for name in names for short, found in [parts(name)] if found == configuration}
 
 
-def add_scores(page: Page, study: Study, data: str, topic: str) -> None:
+def add_scores(page: ReportPage, study: Study, data: str, topic: str) -> None:
     """A table for each configuration, and how much better calibrated noise makes K-FAC."""
     page.section(f"{topic}: calibration")
     page.text(
@@ -148,7 +148,7 @@ def reliability_figure(study: Study, data: str) -> tuple[Figure, list[str]] | No
     return (reliability_of_bins(bins, colours=colours, columns=2), list(bins)) if bins else None
 
 
-def add_reliability(page: Page, study: Study, data: str, topic: str) -> None:
+def add_reliability(page: ReportPage, study: Study, data: str, topic: str) -> None:
     """The reliability diagrams, where there are any."""
     found = reliability_figure(study, data)
     if found is None:
@@ -178,7 +178,7 @@ def reliability_of(cell: Cell) -> ReliabilityBins:
     return ReliabilityBins(share=np.array(share), confidence=np.array(confidence), accuracy=np.array(accuracy))
 
 
-def add_corruption(page: Page, study: Study, data: str, topic: str) -> None:
+def add_corruption(page: ReportPage, study: Study, data: str, topic: str) -> None:
     """Accuracy and ECE against the strength of three corruptions; nothing where no cell has them."""
     figures = {configuration: corruption_panels(study, data, configuration) for configuration in CONFIGURATIONS}
     figures = {configuration: panels for configuration, panels in figures.items() if panels}

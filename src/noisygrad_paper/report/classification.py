@@ -6,9 +6,7 @@ import math
 import statistics
 from pathlib import Path
 
-from noisygrad.pages.comparison import ACCURACY, ACCURACY_OF_MANY, Metric, signed
-from noisygrad.pages.page import Page
-from noisygrad.pages.tables import Column, ComparisonTable, Entry, Table
+from noisygrad.pages.tables import Column, Table
 from noisygrad_paper.experiments.cells import Cell, Results
 from noisygrad_paper.experiments.configurations import CONFIGURATIONS, full_name, heading, parts
 from noisygrad_paper.report import paper
@@ -20,8 +18,11 @@ from noisygrad_paper.report.calibration import (
     listed,
     methods_in,
 )
+from noisygrad_paper.report.comparison import ACCURACY, ACCURACY_OF_MANY, Metric, signed
+from noisygrad_paper.report.comparison_table import ComparisonTable, Entry
 from noisygrad_paper.report.figures import Curve, Panel, View, curve_panels
 from noisygrad_paper.report.image_aims import ORDER, add_shortfalls, standings
+from noisygrad_paper.report.page import ReportPage
 from noisygrad_paper.report.provenance import add_environment, add_settings, wall_time_table
 from noisygrad_paper.report.study import Study
 
@@ -39,7 +40,7 @@ _REMARKS: dict[View, str] = {
 _STEP = Metric(key="step_ms", title="time of a step", better="lowest")
 
 
-def sections(results: Path, page: Page) -> None:
+def sections(results: Path, page: ReportPage) -> None:
     """Everything about classification; a word on how to make it where there is nothing."""
     study = Study(Results(results, "classification").load(), ORDER)
     if not study.cells:
@@ -58,8 +59,8 @@ def sections(results: Path, page: Page) -> None:
     _provenance(page, study)
 
 
-def _details(page: Page, study: Study, data: str, topic: str) -> None:
-    """Calibration, how the trainings went, and what spoilt images do, of one data set."""
+def _details(page: ReportPage, study: Study, data: str, topic: str) -> None:
+    """Calibration, how the trainings went, and what corrupted images do, of one data set."""
     add_scores(page, study, data, topic)
     add_reliability(page, study, data, topic)
     _curves(page, study, data, topic)
@@ -119,7 +120,7 @@ def _entry(study: Study, method: str, metric: Metric) -> Entry:
     )
 
 
-def _table_2(page: Page, study: Study) -> None:
+def _table_2(page: ReportPage, study: Study) -> None:
     page.section("Classification: Table 2")
     if _DATA not in study.data:
         page.text(
@@ -158,7 +159,7 @@ def _spread(study: Study) -> str:
     return f" Our own differ by {deviation:.2f} points from seed to seed (standard deviation)."
 
 
-def _curves(page: Page, study: Study, data: str, topic: str) -> None:
+def _curves(page: ReportPage, study: Study, data: str, topic: str) -> None:
     figures = {
         "Test accuracy": training_panels(study, data, "test_accuracy", "test accuracy (%)"),
         "Training loss": training_panels(study, data, "train_loss", "training loss (nats)"),
@@ -234,7 +235,7 @@ def averages_table(study: Study) -> Table | None:
     )
 
 
-def _averages(page: Page, study: Study) -> None:
+def _averages(page: ReportPage, study: Study) -> None:
     table = averages_table(study)
     if table is None:
         return
@@ -271,7 +272,7 @@ def step_table(study: Study) -> Table | None:
     return Table(columns=(Column(key="method", header="method"), *columns), rows=list(rows.values()), caption=caption)
 
 
-def _provenance(page: Page, study: Study) -> None:
+def _provenance(page: ReportPage, study: Study) -> None:
     page.section("How classification was made")
     own = Study([cell for cell in study.cells if cell.data == _DATA], ORDER)
     others = Study([cell for cell in study.cells if cell.data != _DATA], ORDER)

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-from noisygrad.pages.page import Page
 from noisygrad.pages.tables import Column, Table
 from noisygrad_paper.experiments.cells import Cell, Results
 from noisygrad_paper.report.figures import Curve, training_curves
+from noisygrad_paper.report.page import ReportPage
 from noisygrad_paper.report.provenance import add_environment, add_failures, add_settings
 from noisygrad_paper.report.study import Study
 
@@ -17,7 +17,7 @@ _REFERENCE = "BBB"
 _EXACT = "NNG-MVG/exact-damping"
 
 
-def sections(results: Path, page: Page) -> None:
+def sections(results: Path, page: ReportPage) -> None:
     """The curves and a table of how soon each method has what BBB ends with."""
     study = Study(Results(results, "convergence").load())
     page.section("Training curves")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from noisygrad.pages.comparison import Metric, signed
-from noisygrad.pages.tables import Entry
+from noisygrad_paper.report.comparison import Metric, signed
+from noisygrad_paper.report.comparison_table import Entry
 from noisygrad_paper.report.study import Standing, Study
 
 

@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from scipy import stats
 
-from noisygrad.pages.page import Page
 from noisygrad.pages.tables import Cell as Value
 from noisygrad.pages.tables import Column, Table
 from noisygrad_paper.experiments.cells import Cell, Results
@@ -31,6 +30,7 @@ from noisygrad_paper.experiments.exploration_conditions import (
     usual_seeds,
 )
 from noisygrad_paper.report.figures import quartile_panels
+from noisygrad_paper.report.page import ReportPage
 from noisygrad_paper.report.provenance import add_environment, add_failures, add_gaps, add_settings, wall_time_table
 from noisygrad_paper.report.study import Study
 
@@ -184,7 +184,7 @@ def time_table(study: Study, methods: Sequence[str], tasks: Sequence[str]) -> Ta
     )
 
 
-def sections(results: Path, page: Page) -> None:
+def sections(results: Path, page: ReportPage) -> None:
     """The figure, and all that belongs to it; a word on how to make it where there is nothing."""
     study = exploration_study(Results(results, EXPERIMENT).load())
     page.section("Exploration")

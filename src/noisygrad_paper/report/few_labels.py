@@ -8,16 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from noisygrad.pages.comparison import CORRELATION, RMSE_ACTIVE, RMSE_RANDOM, Metric, signed
-from noisygrad.pages.page import Page
-from noisygrad.pages.tables import ComparisonTable, Entry
 from noisygrad_paper.baselines.hmc import HMCSettings
 from noisygrad_paper.experiments import active_learning, hmc_correlation
 from noisygrad_paper.experiments.cells import Cell, Results
 from noisygrad_paper.experiments.few_labels import LABELLED
 from noisygrad_paper.report import paper
+from noisygrad_paper.report.comparison import CORRELATION, RMSE_ACTIVE, RMSE_RANDOM, Metric, signed
+from noisygrad_paper.report.comparison_table import ComparisonTable, Entry
 from noisygrad_paper.report.entries import entry
 from noisygrad_paper.report.figures import Curve, Panel, curve_panels, mean_curve, variance_scatter
+from noisygrad_paper.report.page import ReportPage
 from noisygrad_paper.report.provenance import add_environment, add_failures, add_settings, wall_time_table
 from noisygrad_paper.report.study import Study
 
@@ -83,13 +83,13 @@ def _rhats(cells: Sequence[Cell]) -> list[float]:
     return [float(value) for cell in cells if isinstance(value := cell.metrics.get("rhat"), int | float)]
 
 
-def sections(results: Path, page: Page) -> None:
+def sections(results: Path, page: ReportPage) -> None:
     """Both tables, with what lies behind them; a word on how to make them where there is nothing."""
     _correlation(results, page)
     _active(results, page)
 
 
-def _correlation(results: Path, page: Page) -> None:
+def _correlation(results: Path, page: ReportPage) -> None:
     cells = Results(results, hmc_correlation.EXPERIMENT).load()
     page.section("Variances beside HMC's")
     study = correlation_study(cells)
@@ -152,7 +152,7 @@ def _above_best(study: Study) -> str:
     return f"{won} of {compared}"
 
 
-def _convergence(page: Page, cells: Sequence[Cell]) -> None:
+def _convergence(page: ReportPage, cells: Sequence[Cell]) -> None:
     """How far HMC's chains agree."""
     rhats = _rhats(cells)
     if not rhats:
@@ -164,7 +164,7 @@ def _convergence(page: Page, cells: Sequence[Cell]) -> None:
     )
 
 
-def _scatter(page: Page, cells: Sequence[Cell], study: Study) -> None:
+def _scatter(page: ReportPage, cells: Sequence[Cell], study: Study) -> None:
     """The variances of one trial of each set, against HMC's."""
     found = {(cell.data, cell.method, cell.replicate): cell for cell in cells if cell.error is None}
     panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
@@ -184,7 +184,7 @@ def _scatter(page: Page, cells: Sequence[Cell], study: Study) -> None:
         )
 
 
-def _active(results: Path, page: Page) -> None:
+def _active(results: Path, page: ReportPage) -> None:
     study = active_study(Results(results, active_learning.EXPERIMENT).load())
     page.section("Active learning")
     if not study.cells:
@@ -219,7 +219,7 @@ def _active_tiles(study: Study) -> dict[str, str]:
     return tiles
 
 
-def _curves(page: Page, study: Study) -> None:
+def _curves(page: ReportPage, study: Study) -> None:
     """Mean test RMSE by the number of labels, a picture for each data set."""
     panels = []
     for name in study.data:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from noisygrad.pages.comparison import ACCURACY, ACCURACY_OF_MANY, ECE, ECE_OF_MANY, Metric, signed
-from noisygrad.pages.page import Page
 from noisygrad_paper.experiments.configurations import CONFIGURATIONS, PLAIN, full_name, parts
 from noisygrad_paper.report import paper
 from noisygrad_paper.report.calibration import OURS, WITHOUT_NOISE
+from noisygrad_paper.report.comparison import ACCURACY, ACCURACY_OF_MANY, ECE, ECE_OF_MANY, Metric, signed
+from noisygrad_paper.report.page import ReportPage
 from noisygrad_paper.report.provenance import add_failures, add_gaps
 from noisygrad_paper.report.reasons import REASONS
 from noisygrad_paper.report.study import Standing, Study
@@ -84,7 +84,7 @@ def _with_many(study: Study, method: str, metric: Metric, digits: int) -> str:
     return "" if found is None else found.text(digits)
 
 
-def add_shortfalls(page: Page, study: Study) -> None:
+def add_shortfalls(page: ReportPage, study: Study) -> None:
     """What misses its aim, what is missing and what failed."""
     page.section("Where classification falls short")
     if _DATA in study.data:

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from noisygrad.pages.comparison import (
+from noisygrad_paper.experiments.configurations import CONFIGURATIONS, full_name
+from noisygrad_paper.report.comparison import (
     ACCURACY,
     CORRELATION,
     LOG_LIKELIHOOD,
@@ -21,7 +22,6 @@ from noisygrad.pages.comparison import (
     Estimate,
     Metric,
 )
-from noisygrad_paper.experiments.configurations import CONFIGURATIONS, full_name
 
 TABLE_1_METHODS = ("BBB", "PBP", "NNG-FFG", "NNG-MVG")
 SUPPLEMENT_METHODS = ("PBP_MV", "VMG")

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from noisygrad import plots
-from noisygrad.pages.page import Page
+from noisygrad_paper.report.page import ReportPage
 from noisygrad_paper.report.provenance import flattened
 
 _NAMES = {
@@ -22,7 +22,7 @@ _NAMES = {
 _BOUNDARIES = "boundaries"
 
 
-def sections(results: Path, page: Page) -> None:
+def sections(results: Path, page: ReportPage) -> None:
     """The four matrices as one figure, and how they were made."""
     page.section("Figure 1: precision matrices")
     arrays = results / "precision-matrices.npz"
@@ -53,10 +53,9 @@ def sections(results: Path, page: Page) -> None:
         page.text(f"Not among the results: {', '.join(absent)}.")
     settings = results / "precision-matrices.json"
     if settings.is_file():
-        page.pairs(
+        page.folded_pairs(
             flattened(json.loads(settings.read_text(encoding="utf-8"))),
             caption="How the precision matrices were made",
-            folded=True,
         )
 
 

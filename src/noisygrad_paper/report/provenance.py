@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from noisygrad.pages.page import Page
 from noisygrad.pages.tables import Column, Table
 from noisygrad_paper.experiments.cells import Cell
+from noisygrad_paper.report.page import ReportPage
 from noisygrad_paper.report.study import Study
 
 
@@ -20,7 +20,7 @@ def _by_data(cell: Cell) -> tuple[str, str]:
     return cell.data, cell.method
 
 
-def add_settings(page: Page, study: Study, group: Callable[[Cell], tuple[str, str]] = _by_method) -> None:
+def add_settings(page: ReportPage, study: Study, group: Callable[[Cell], tuple[str, str]] = _by_method) -> None:
     """A folded list of settings for each method.
 
     Args:
@@ -34,10 +34,10 @@ def add_settings(page: Page, study: Study, group: Callable[[Cell], tuple[str, st
             heading, name = group(cell)
             groups.setdefault(heading, []).append((name, cell.config))
     for heading, cells in groups.items():
-        page.pairs(common_settings(cells), caption=f"Settings of {heading}", folded=True)
+        page.folded_pairs(common_settings(cells), caption=f"Settings of {heading}")
 
 
-def add_environment(page: Page, study: Study) -> None:
+def add_environment(page: ReportPage, study: Study) -> None:
     """Versions and devices, with all the values that occur."""
     found: dict[str, dict[str, int]] = {}
     for cell in study.cells:
@@ -105,14 +105,14 @@ def _counted(counts: Mapping[str, int]) -> str:
     return "; ".join(f"{value} ({count} cells)" for value, count in counts.items())
 
 
-def add_gaps(page: Page, gaps: Sequence[str]) -> None:
+def add_gaps(page: ReportPage, gaps: Sequence[str]) -> None:
     """What was not run yet."""
     if gaps:
         page.text("Not complete, so that these figures may still change:")
         page.items(gaps)
 
 
-def add_failures(page: Page, study: Study, replicate: str) -> None:
+def add_failures(page: ReportPage, study: Study, replicate: str) -> None:
     """Trainings that went wrong, and how; `replicate` is the word for one of them."""
     if study.failed:
         page.text(f"{len(study.failed)} of {len(study.cells)} trainings failed:")

@@ -6,13 +6,14 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from noisygrad.pages.comparison import LOG_LIKELIHOOD, RMSE, Metric, signed
-from noisygrad.pages.page import Page
-from noisygrad.pages.tables import Column, ComparisonTable, Table
+from noisygrad.pages.tables import Column, Table
 from noisygrad_paper.experiments.cells import Results
 from noisygrad_paper.report import paper
+from noisygrad_paper.report.comparison import LOG_LIKELIHOOD, RMSE, Metric, signed
+from noisygrad_paper.report.comparison_table import ComparisonTable
 from noisygrad_paper.report.entries import entry
 from noisygrad_paper.report.figures import difference_plot
+from noisygrad_paper.report.page import ReportPage
 from noisygrad_paper.report.provenance import add_environment, add_failures, add_gaps, add_settings, wall_time_table
 from noisygrad_paper.report.reasons import REASONS
 from noisygrad_paper.report.study import Standing, Study
@@ -21,7 +22,7 @@ METRICS = (RMSE, LOG_LIKELIHOOD)
 _OURS, _SIMPLER = "NNG-MVG", "NNG-FFG"
 
 
-def sections(results: Path, page: Page) -> None:
+def sections(results: Path, page: ReportPage) -> None:
     """Everything about regression; a word on how to make it where there is nothing."""
     study = Study(Results(results, "regression").load())
     if not study.cells:
@@ -59,7 +60,7 @@ def _expected(data: str) -> int | None:
     return paper.replicates_of(data) if data in paper.DATA else None
 
 
-def _summary(page: Page, study: Study) -> None:
+def _summary(page: ReportPage, study: Study) -> None:
     page.section("Regression in short")
     standings = [standing for standing in study.standings([_OURS], METRICS) if standing.difference is not None]
     counts = _counts(standings)
@@ -135,7 +136,7 @@ def _better_in_both(study: Study) -> tuple[int, int]:
     return won, compared
 
 
-def _tables(page: Page, study: Study) -> None:
+def _tables(page: ReportPage, study: Study) -> None:
     naval = (
         "Naval is two tasks: the paper's own columns predict the turbine's decay from 17 features, the columns it "
         "takes from other papers the compressor's from 16. Each of ours is compared with the figure for the same task."
@@ -149,7 +150,7 @@ def _tables(page: Page, study: Study) -> None:
         page.table(comparison_table(study, paper.SUPPLEMENT_METHODS, rows, metric, legend=metric is METRICS[0]))
 
 
-def _differences(page: Page, study: Study) -> None:
+def _differences(page: ReportPage, study: Study) -> None:
     found: dict[str, dict[str, dict[str, float]]] = {}
     for metric in METRICS:
         panel = found.setdefault(metric.title[:1].upper() + metric.title[1:], {})
@@ -171,7 +172,7 @@ def _differences(page: Page, study: Study) -> None:
     )
 
 
-def _beyond(page: Page, study: Study) -> None:
+def _beyond(page: ReportPage, study: Study) -> None:
     variants = [method for method in study.methods if method not in paper.METHODS]
     others = [data for data in study.data if data not in paper.DATA]
     if not variants and not others:
@@ -187,7 +188,7 @@ def _beyond(page: Page, study: Study) -> None:
         _own_tables(page, study, [m for m in study.methods if any(study.of(m, data) for data in others)], others)
 
 
-def _own_tables(page: Page, study: Study, methods: Sequence[str], data: Sequence[str]) -> None:
+def _own_tables(page: ReportPage, study: Study, methods: Sequence[str], data: Sequence[str]) -> None:
     for metric in METRICS:
         page.table(comparison_table(study, methods, data, metric, legend=metric is METRICS[0]))
 
@@ -203,7 +204,7 @@ def shortfalls(study: Study) -> list[Standing]:
     return [standing for _, standing in sorted(found, key=lambda pair: pair[0])]
 
 
-def _shortfalls(page: Page, study: Study) -> None:
+def _shortfalls(page: ReportPage, study: Study) -> None:
     found = shortfalls(study)
     page.section("Where it falls short")
     if found:
@@ -241,7 +242,7 @@ def _gaps(study: Study) -> list[str]:
     return found
 
 
-def _provenance(page: Page, study: Study) -> None:
+def _provenance(page: ReportPage, study: Study) -> None:
     page.section("How regression was made")
     page.text(
         "Standard splits into nine tenths to train on and one to test on: twenty, five of protein. Times "

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
-from noisygrad.pages.page import Page
 from noisygrad.versions import versions
 from noisygrad_paper.report import classification, convergence, exploration, few_labels, precision, regression
+from noisygrad_paper.report.page import ReportPage
 
-Sections: TypeAlias = Callable[[Path, Page], None]
+Sections: TypeAlias = Callable[[Path, ReportPage], None]
 
 SECTIONS: tuple[Sections, ...] = (
     regression.sections,
@@ -23,14 +23,14 @@ SECTIONS: tuple[Sections, ...] = (
 """Each adds what it finds in the folder of results; where its files are missing, it says what makes them."""
 
 
-def build_report(results: Path) -> Page:
+def build_report(results: Path) -> ReportPage:
     """One page from a folder of results; the same results give the same page."""
     if not results.is_dir():
         raise FileNotFoundError(
             f"there is no folder of results at {results}: make one with `noisygrad reproduce regression`, "
             "or name the folder that holds your results"
         )
-    page = Page(
+    page = ReportPage(
         "Noisy natural gradient, reproduced",
         lead="Our figures beside those of the paper “Noisy Natural Gradient as Variational Inference”: each with its "
         "spread, and whether ours is better, as good within the margin that the table names, or worse.",

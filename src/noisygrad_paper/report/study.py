@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from noisygrad.pages.comparison import Estimate, Metric, Verdict, signed_difference, verdict
 from noisygrad_paper.experiments.cells import Cell
 from noisygrad_paper.report import paper
+from noisygrad_paper.report.comparison import Estimate, Metric, Verdict, signed_difference, verdict
 
 
 @dataclass(frozen=True, kw_only=True)

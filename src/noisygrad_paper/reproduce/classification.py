@@ -49,7 +49,7 @@ def classification(
     device: Device = "cpu",
     workers: Workers = 1,
     epochs: Epochs = None,
-    train_size: Annotated[int | None, typer.Option(min=1, help="Only so many training images.")] = None,
+    train_size: Annotated[int | None, typer.Option(min=1, help="Only this many training images.")] = None,
     learned_norm: Annotated[
         bool, typer.Option("--learned-norm", help="Learn scales and shifts of batch norm, unlike the paper.")
     ] = False,
@@ -68,10 +68,10 @@ def classification(
 
     A training that is stopped goes on at its last checkpoint. Under torchrun the processes share each training.
     """
-    from noisygrad.distributed import join_processes
     from noisygrad_paper.experiments import classification as experiment
     from noisygrad_paper.experiments.configurations import CONFIGURATIONS
     from noisygrad_paper.experiments.image_methods import METHODS
+    from noisygrad_paper.experiments.processes import join_processes
 
     check_device(device)
     with clear_errors(), join_processes(device) as processes:
@@ -125,7 +125,8 @@ def classification(
 
 def _together(train: Work, job: Job, report: Report) -> list[Cell]:
     """A job that fails in one process has failed in all of them, and they go on with the next."""
-    from noisygrad.distributed import in_all_processes, processes
+    from noisygrad.distributed import processes
+    from noisygrad_paper.experiments.processes import in_all_processes
 
     def told() -> list[Cell]:
         try:
@@ -140,8 +141,8 @@ def _together(train: Work, job: Job, report: Report) -> list[Cell]:
 
 def _left(experiment: str, jobs: Sequence[Job], results: Path) -> list[Job]:
     """What the first of several processes finds missing, for all of them."""
-    from noisygrad.distributed import of_first_process
     from noisygrad_paper.experiments.cells import Results
+    from noisygrad_paper.experiments.processes import of_first_process
 
     return of_first_process(lambda: Results(results, experiment).missing(jobs))
 

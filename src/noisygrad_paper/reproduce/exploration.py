@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +10,7 @@ import typer
 from rich.console import Console
 
 from noisygrad_paper.experiments.exploration_conditions import EXPERIMENT, ITERATIONS, METHODS, MORE_METHODS, TUNING
+from noisygrad_paper.extras import require
 from noisygrad_paper.reproduce.options import (
     Backend,
     Names,
@@ -46,13 +46,13 @@ def exploration(
 ) -> None:
     """Figure 3: returns of TRPO on sparse tasks, alone and with an information gain as its bonus.
 
-    Needs the extra rl. Cells that are in the results folder are not computed again: stop it at any moment, and start
+    Needs the extra paper. Cells that are in the results folder are not computed again: stop it at any moment, and start
     it again.
     """
     with clear_errors():
         check_backend(backend, scheduler)
         names, asked = chosen(tasks, ITERATIONS), chosen(methods, METHODS, MORE_METHODS)
-        _need_extra()
+        require("the exploration experiment", "gymnasium", "stable_baselines3", "sb3_contrib", "Box2D", "PIL")
         from noisygrad_paper.experiments import exploration as experiment
 
         changes = parsed_settings(settings or [])
@@ -64,14 +64,6 @@ def exploration(
         _show(results, kept, names, list(dict.fromkeys(job.method for job in jobs)))
     if failed:
         raise typer.Exit(1)
-
-
-def _need_extra() -> None:
-    """Say so before anything is computed, where the extra is missing."""
-    try:
-        importlib.import_module("noisygrad.exploration")
-    except ImportError as error:
-        raise ModuleNotFoundError(str(error)) from error
 
 
 def _show(results: Path, experiment: str, tasks: Sequence[str], methods: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from noisygrad_paper.extras import require
 from noisygrad_paper.reproduce.options import (
     Backend,
     DataFolder,
@@ -31,7 +32,7 @@ from noisygrad_paper.reproduce.options import (
     run_missing,
 )
 
-Trials = Annotated[int | None, typer.Option(min=1, help="Only the first so many trials of each set.")]
+Trials = Annotated[int | None, typer.Option(min=1, help="Only this many trials of each set.")]
 
 
 def hmc_correlation(
@@ -49,7 +50,7 @@ def hmc_correlation(
 ) -> None:
     """Table 3: Pearson correlation of predictive variances with those of HMC, from twenty labelled points.
 
-    Needs the extra hmc. Cells that are in the results folder are not computed again: stop it at any moment, and start
+    Needs the extra paper. Cells that are in the results folder are not computed again: stop it at any moment, and start
     it again.
     """
     from noisygrad_paper.experiments import hmc_correlation as experiment
@@ -85,7 +86,7 @@ def active_learning(
 ) -> None:
     """Table 4: test RMSE after nine points were chosen by their variance, against nine chosen at random.
 
-    HMC needs the extra hmc. Cells that are in the results folder are not computed again: stop it at any moment, and
+    HMC needs the extra paper. Cells that are in the results folder are not computed again: stop it at any moment, and
     start it again.
     """
     from noisygrad_paper.experiments import active_learning as experiment
@@ -116,9 +117,9 @@ def _checked(device: str, backend: str, scheduler: str | None, methods: Sequence
     check_device(device)
     check_backend(backend, scheduler)
     if "HMC" in methods:
-        from noisygrad_paper.baselines.hmc import jax_device, need_extra
+        require("HMC", "jax", "numpyro")
+        from noisygrad_paper.baselines.hmc import jax_device
 
-        need_extra()
         jax_device(device)
     return data_folder(data_dir)
 

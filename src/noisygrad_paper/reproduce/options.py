@@ -13,6 +13,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from noisygrad_paper.extras import INSTALL
+
 if TYPE_CHECKING:
     from noisygrad_paper.experiments.cells import Job
     from noisygrad_paper.experiments.runner import Work
@@ -43,7 +45,7 @@ Tuning = Annotated[
 TunedSettings = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="With --tuning: another setting.")
 ]
-Splits = Annotated[int | None, typer.Option(min=1, help="Only the first so many splits of each set.")]
+Splits = Annotated[int | None, typer.Option(min=1, help="Only this many splits of each set.")]
 
 
 def make_folder(option: str, folder: Path) -> None:
@@ -167,5 +169,6 @@ def clear_errors() -> Iterator[None]:
     try:
         yield
     except (ConfigurationError, ResultsError, ConnectionError, ModuleNotFoundError, OSError, ValueError) as error:
-        typer.echo(f"Error: {error}", err=True)
+        known = not isinstance(error, ModuleNotFoundError) or "pip install" in str(error)
+        typer.echo(f"Error: {error}" if known else f"Error: {error}: {INSTALL}", err=True)
         raise typer.Exit(2) from None

@@ -91,8 +91,8 @@ def regression(
 
 
 def _show_regression(results: Path, experiment: str, data: Sequence[str], methods: Sequence[str]) -> None:
-    from noisygrad.pages.comparison import LOG_LIKELIHOOD, RMSE
     from noisygrad_paper.experiments.cells import Results
+    from noisygrad_paper.report.comparison import LOG_LIKELIHOOD, RMSE
     from noisygrad_paper.report.regression import comparison_table
     from noisygrad_paper.report.study import Study
 

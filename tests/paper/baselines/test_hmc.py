@@ -13,9 +13,10 @@ from scipy import stats
 from torch import Tensor, nn
 
 import noisygrad as ng
-from noisygrad.networks import MLP, ConvNet
+from noisygrad.networks import MLP
 from noisygrad_paper.baselines import hmc
 from noisygrad_paper.baselines.hmc import HMC, HMCPosterior, HMCSettings
+from noisygrad_paper.networks import ConvNet
 from support.truth import normal
 
 pytest.importorskip("numpyro")
@@ -269,5 +270,5 @@ def test_bad_input_is_named() -> None:
 
 def test_the_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"HMC needs jax and numpyro: pip install \"noisygrad\[hmc\]\""):
+    with pytest.raises(ModuleNotFoundError, match=r"HMC needs jax, numpyro: pip install 'noisygrad\[paper\]'"):
         HMC(nn.Linear(2, 1), ng.Gaussian())

@@ -10,8 +10,8 @@ import pytest
 from noisygrad_paper.data import (
     DATA_SETS,
     DamagedDataError,
+    DataTable,
     MissingDataError,
-    Table,
     UnknownDataSetError,
     data_directory,
     load_table,
@@ -43,7 +43,7 @@ def numbers(rows, features, seed=0):
 
 
 def table(rows=50, features=3, seed=0):
-    return Table(name="made", label="made", **numbers(rows, features, seed))
+    return DataTable(name="made", label="made", **numbers(rows, features, seed))
 
 
 def put(monkeypatch, folder, name, arrays, **changes):
@@ -146,7 +146,7 @@ def test_constant_columns_become_zero():
 
 
 def test_a_constant_column_becomes_one_where_asked():
-    made = Table(name="t", label="t", x=np.column_stack([np.arange(20.0), np.full(20, 0.998)]), y=np.arange(20.0))
+    made = DataTable(name="t", label="t", x=np.column_stack([np.arange(20.0), np.full(20, 0.998)]), y=np.arange(20.0))
     data = standardised(made, standard_splits(20, 2), ones=[1])
     plain = standardised(made, standard_splits(20, 2))
     assert (data.x_train[..., 1] == 1.0).all()
@@ -173,9 +173,9 @@ def test_splits_of_different_sizes_are_refused():
 
 def test_a_table_is_checked_when_made():
     with pytest.raises(ValueError, match=r"x must be \[n, d\]"):
-        Table(name="made", label="made", x=np.zeros((3, 2)), y=np.zeros(4))
+        DataTable(name="made", label="made", x=np.zeros((3, 2)), y=np.zeros(4))
     with pytest.raises(ValueError, match="not finite"):
-        Table(name="made", label="made", x=np.full((3, 2), np.nan), y=np.zeros(3))
+        DataTable(name="made", label="made", x=np.full((3, 2), np.nan), y=np.zeros(3))
 
 
 # The cache

@@ -9,7 +9,7 @@ pytest.importorskip("Box2D")
 pytest.importorskip("sb3_contrib")
 gymnasium = pytest.importorskip("gymnasium")
 
-from noisygrad.exploration import TASKS, CartPoleSwingup, DoublePendulum
+from noisygrad_paper.environments import TASKS, CartPoleSwingup, DoublePendulum
 from noisygrad_paper.environments.controllers import CONTROLLERS, PumpAndBalance, SwingAndCatch
 
 

@@ -11,7 +11,7 @@ gymnasium = pytest.importorskip("gymnasium")
 
 from gymnasium.utils.env_checker import check_env
 
-from noisygrad.exploration import TASKS, CartPoleSwingup, DoublePendulum, MountainCar
+from noisygrad_paper.environments import TASKS, CartPoleSwingup, DoublePendulum, MountainCar
 
 GRAVITY = 10.0
 
@@ -34,7 +34,7 @@ def play(env, policy, *, seed=None, state=None):
 @pytest.mark.filterwarnings("ignore:.*Box observation space.*:UserWarning")  # an angle that is not wrapped has no bound
 @pytest.mark.parametrize("name", TASKS)
 def test_passes_gymnasiums_own_check(name):
-    made = gymnasium.make(f"noisygrad.exploration:noisygrad/{name}-v0", render_mode="rgb_array")
+    made = gymnasium.make(f"noisygrad_paper.environments:noisygrad/{name}-v0", render_mode="rgb_array")
     assert made.spec.max_episode_steps == 500
     check_env(made.unwrapped)
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from noisygrad import distributed
 from noisygrad.distributed import Processes
 from noisygrad_paper.data import load_images, subset
-from noisygrad_paper.experiments import classification
+from noisygrad_paper.experiments import classification, processes
 from noisygrad_paper.experiments.cells import Results
 from noisygrad_paper.experiments.classification import plan, run_job
 
@@ -68,7 +67,7 @@ def test_a_gpu_that_is_not_there_is_told(tmp_path: Path) -> None:
     done = torchrun(tmp_path, "--device", "cuda")
     assert done.returncode != 0
     assert "this machine has no such usable GPU" in done.stderr
-    assert "noisygrad/distributed.py" not in done.stderr  # no traceback of ours; torchrun shows its own
+    assert "experiments/processes.py" not in done.stderr  # no traceback of ours; torchrun shows its own
 
 
 def test_ranks_draw_crops_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,10 +90,10 @@ def test_ranks_draw_crops_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_failed_in_another_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "all_gather_object", lambda own: [own, "OutOfMemoryError: no more"])
+    monkeypatch.setattr(processes, "all_gather_object", lambda own: [own, "OutOfMemoryError: no more"])
     with pytest.raises(RuntimeError, match="it failed in process 1: OutOfMemoryError: no more"):
-        distributed.in_all_processes(lambda: 3)
+        processes.in_all_processes(lambda: 3)
     with pytest.raises(KeyError, match="mine"):
-        distributed.in_all_processes(lambda: {}["mine"])
-    monkeypatch.setattr(distributed, "all_gather_object", lambda own: [own, None])
-    assert distributed.in_all_processes(lambda: 3) == 3
+        processes.in_all_processes(lambda: {}["mine"])
+    monkeypatch.setattr(processes, "all_gather_object", lambda own: [own, None])
+    assert processes.in_all_processes(lambda: 3) == 3

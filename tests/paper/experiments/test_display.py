@@ -13,7 +13,7 @@ import pytest
 
 from noisygrad_paper.experiments import display, notes
 from noisygrad_paper.experiments.cells import Cell, Job, Results
-from noisygrad_paper.experiments.display import Display, Lines, duration, figures_of
+from noisygrad_paper.experiments.display import Display, LineDisplay, duration, figures_of
 from noisygrad_paper.experiments.notes import ProgressFile, notes_read
 from noisygrad_paper.experiments.runner import run_jobs
 
@@ -106,7 +106,7 @@ def test_the_bar_shows_what_other_processes_do(
 
 def test_a_log_has_a_line_now_and_then_on_what_is_at_work(clock: Clock) -> None:
     said: list[str] = []
-    log = Lines(said.append, total=4, done=0, cost=4.0)
+    log = LineDisplay(said.append, total=4, done=0, cost=4.0)
     for minute, fraction in enumerate((0.1, 0.2, 0.25)):
         clock.now = 50.0 * minute
         log.within(job("yacht", 0), fraction, f"epoch {minute}")

@@ -14,7 +14,6 @@ import torch
 from typer.testing import CliRunner
 
 from noisygrad.cli.main import main
-from noisygrad.exploration import MODELS
 from noisygrad_paper.experiments import exploration
 from noisygrad_paper.experiments.cells import Job, Results
 from noisygrad_paper.experiments.exploration_conditions import (
@@ -27,6 +26,7 @@ from noisygrad_paper.experiments.exploration_conditions import (
     NORM,
     SEEDS,
 )
+from noisygrad_paper.exploration import MODELS
 
 
 def quick(method: str, replicates=(0, 1), iterations: int = 2, batch: int = 600) -> Job:

@@ -11,14 +11,14 @@ import pytest
 from typer.testing import CliRunner
 
 from noisygrad.cli.main import main
-from noisygrad.pages.comparison import LOG_LIKELIHOOD, RMSE
 from noisygrad_paper.data import standardised
 from noisygrad_paper.data.splits import standard_splits
-from noisygrad_paper.data.tables import Table
+from noisygrad_paper.data.tables import DataTable
 from noisygrad_paper.experiments.cells import Results
 from noisygrad_paper.experiments.methods import METHODS, SMALL_SETS
 from noisygrad_paper.experiments.regression import DATA, annealing, held_out, plan, run_job
 from noisygrad_paper.report import paper
+from noisygrad_paper.report.comparison import LOG_LIKELIHOOD, RMSE
 from noisygrad_paper.report.reasons import REASONS
 from noisygrad_paper.report.regression import shortfalls
 from noisygrad_paper.report.study import Study
@@ -170,7 +170,7 @@ def test_large_sets_have_large_batches_and_protein_a_wide_network():
     def config(name: str, rows: int) -> dict:
         from noisygrad_paper.experiments.regression import problem_of
 
-        made = Table(name=name, label=name, x=np.zeros((rows, 2)), y=np.arange(float(rows)), about="", target="y")
+        made = DataTable(name=name, label=name, x=np.zeros((rows, 2)), y=np.arange(float(rows)), about="", target="y")
         return METHODS["NNG-MVG"].config(problem_of(made))
 
     assert config("boston", 506)["batch_size"] == 10
@@ -181,7 +181,7 @@ def test_large_sets_have_large_batches_and_protein_a_wide_network():
 
 def test_splits_are_standardised_apart():
     random = np.random.default_rng(1)
-    made = Table(name="t", label="t", x=random.normal(size=(30, 2)), y=random.normal(size=30), about="", target="y")
+    made = DataTable(name="t", label="t", x=random.normal(size=(30, 2)), y=random.normal(size=30), about="", target="y")
     data = standardised(made, standard_splits(30, 3))
     assert np.allclose(data.x_train.mean(1), 0.0)
     assert np.allclose(data.y_train.std(1), 1.0)

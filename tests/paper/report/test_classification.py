@@ -7,8 +7,6 @@ import pytest
 from test_report import check_stands_alone
 from test_report_regression import cell_of, paper_source, printed_rows
 
-from noisygrad.pages.comparison import ACCURACY, IN_STANDARD_ERRORS, RMSE, Estimate, signed_difference, verdict
-from noisygrad.pages.page import Page
 from noisygrad_paper.experiments.cells import Cell, Results
 from noisygrad_paper.experiments.configurations import CONFIGURATIONS, full_name, heading, parts
 from noisygrad_paper.report import classification, image_aims, paper, site
@@ -27,8 +25,10 @@ from noisygrad_paper.report.classification import (
     step_table,
     training_panels,
 )
+from noisygrad_paper.report.comparison import ACCURACY, IN_STANDARD_ERRORS, RMSE, Estimate, signed_difference, verdict
 from noisygrad_paper.report.figures import Curve, Panel, curve_panels, mean_curve
 from noisygrad_paper.report.image_aims import shortfalls
+from noisygrad_paper.report.page import ReportPage
 from noisygrad_paper.report.study import Study
 from support import made_results
 from support.made_results import classified, trained
@@ -47,7 +47,7 @@ def accuracies(method: str, *values: float) -> list[Cell]:
 def page_of(folder: Path, *cells: Cell) -> str:
     if cells:
         Results(folder, "classification").append(cells)
-    page = Page("Title")
+    page = ReportPage("Title")
     classification.sections(folder, page)
     return page.html().replace("&#x27;", "'")
 
@@ -303,7 +303,7 @@ def test_shortfalls_are_those_of_the_aims(monkeypatch):
         ("K-FAC+WD", "accuracy"),
     ]
     monkeypatch.setattr(image_aims, "REASONS", {("noisy-K-FAC/B", CIFAR, "accuracy"): "Because of <it>."})
-    page = Page("Title")
+    page = ReportPage("Title")
     image_aims.add_shortfalls(page, study)
     text = page.html()
     for shown in (

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from test_report import check_stands_alone
 
-from noisygrad.pages.page import Page
 from noisygrad_paper.experiments import exploration_conditions as conditions
 from noisygrad_paper.experiments.cells import Cell, Results
 from noisygrad_paper.report import exploration, site
+from noisygrad_paper.report.page import ReportPage
 from support.made_results import cell
 
 ITERATIONS = 6
@@ -45,7 +45,7 @@ def everything(task: str, mvg: float = 1.5, bbb: float = 1.0) -> list[Cell]:
 
 
 def page_of(folder: Path) -> str:
-    page = Page("Title")
+    page = ReportPage("Title")
     exploration.sections(folder, page)
     return page.html()
 

@@ -9,10 +9,10 @@ import pytest
 from test_report import check_stands_alone
 from test_report_regression import paper_source, printed_rows
 
-from noisygrad.pages.comparison import CORRELATION, RMSE_ACTIVE, RMSE_RANDOM, Metric
-from noisygrad.pages.page import Page
 from noisygrad_paper.experiments.cells import Cell, Results
 from noisygrad_paper.report import few_labels, paper, site
+from noisygrad_paper.report.comparison import CORRELATION, RMSE_ACTIVE, RMSE_RANDOM, Metric
+from noisygrad_paper.report.page import ReportPage
 from support.made_results import cell
 
 
@@ -73,7 +73,7 @@ def active_cells(data: str, gain: float, trials: int = 3) -> list[Cell]:
 
 
 def page_of(folder: Path) -> str:
-    page = Page("Title")
+    page = ReportPage("Title")
     few_labels.sections(folder, page)
     return page.html()
 

@@ -10,13 +10,13 @@ import pytest
 import rich.console
 from test_report import check_stands_alone
 
-from noisygrad.pages.comparison import LOG_LIKELIHOOD, RMSE, Estimate, signed_difference, verdict
-from noisygrad.pages.page import Page
-from noisygrad.pages.tables import ComparisonTable, Entry
 from noisygrad_paper.experiments.cells import Results
 from noisygrad_paper.report import image_aims, paper, regression, site
+from noisygrad_paper.report.comparison import LOG_LIKELIHOOD, RMSE, Estimate, signed_difference, verdict
+from noisygrad_paper.report.comparison_table import ComparisonTable, Entry
 from noisygrad_paper.report.convergence import convergence_table
 from noisygrad_paper.report.figures import Curve, difference_plot, training_curves
+from noisygrad_paper.report.page import ReportPage
 from noisygrad_paper.report.precision import layer_sizes
 from noisygrad_paper.report.provenance import common_settings
 from noisygrad_paper.report.reasons import REASONS
@@ -188,7 +188,7 @@ def test_shortfalls_use_three_for_the_supplement(monkeypatch):
     found = [(standing.method, standing.data) for standing in regression.shortfalls(study)]
     assert found == [("PBP_MV", "wine")] * 2 + [("NNG-MVG", "boston")] * 2
     monkeypatch.setitem(REASONS, ("NNG-MVG", "boston", "rmse"), "Because of <the> splits.")
-    page = Page("Title")
+    page = ReportPage("Title")
     regression._shortfalls(page, study)
     (item,) = [line for line in page.html().splitlines() if "NNG-MVG on boston, test RMSE" in line]
     assert "against 2.742 ± 0.125, −2.20 standard errors. Because of &lt;the&gt; splits.</li>" in item

@@ -10,9 +10,11 @@ import pytest
 import rich.console
 
 from noisygrad import plots
-from noisygrad.pages.tables import ComparisonTable, Entry
+from noisygrad.pages.tables import Column, Table
 from noisygrad.palette import INK, ON_DARK
-from noisygrad_paper.report import Column, Page, Table
+from noisygrad_paper.report.comparison_table import ComparisonTable, Entry
+from noisygrad_paper.report.markdown import markdown
+from noisygrad_paper.report.page import ReportPage
 
 REFERENCES = {"src", "srcset", "href", "poster", "data", "action", "background"}
 VOID = {"meta", "img", "source", "br", "link", "input"}
@@ -72,10 +74,10 @@ def example_table() -> Table:
     return Table(columns=columns, rows=rows, caption="Results & more")
 
 
-def example_page() -> Page:
+def example_page() -> ReportPage:
     figure = plots.learning_curve({"full": [2.0, 1.0]})
     return (
-        Page("A <title>", lead="In short.", footer="The end.")
+        ReportPage("A <title>", lead="In short.", footer="The end.")
         .section("First")
         .text("x < y & z")
         .table(example_table())
@@ -130,7 +132,7 @@ def test_table_on_a_terminal_has_the_same_numbers():
 
 
 def test_table_for_the_documentation_has_the_same_numbers():
-    assert example_table().markdown() == (
+    assert markdown(example_table()) == (
         "| posterior | log-lik. (nats) | RMSE | inside (%) |\n"
         "| --- | --- | --- | --- |\n"
         "| point | −3.00 | **2.0** | 70 |\n"
@@ -176,9 +178,9 @@ def test_write_replaces_the_whole_file_or_nothing(tmp_path, monkeypatch):
 
 def test_mistakes_are_explained():
     with pytest.raises(ValueError, match="section"):
-        Page("Title").text("too early")
+        ReportPage("Title").text("too early")
     with pytest.raises(ValueError, match="alt is empty"):
-        Page("Title").section("One").figure(plots.learning_curve({"full": [1.0]}), caption="", alt=" ")
+        ReportPage("Title").section("One").figure(plots.learning_curve({"full": [1.0]}), caption="", alt=" ")
     with pytest.raises(ValueError, match="no best value"):
         Column(key="a", header="A", best="lowest")
     with pytest.raises(ValueError, match="no rows"):

@@ -12,24 +12,18 @@ pytest.importorskip("sb3_contrib")
 import torch
 from stable_baselines3.common.vec_env import DummyVecEnv
 
-from noisygrad.exploration import (
-    TASKS,
-    Bonus,
-    CartPoleSwingup,
-    DoublePendulum,
-    IntrinsicReward,
+from noisygrad.exploration import Bonus, IntrinsicReward, ReplayPool, Transitions
+from noisygrad_paper.environments import TASKS, CartPoleSwingup, DoublePendulum, MountainCar
+from noisygrad_paper.environments.vector import TaskVector
+from noisygrad_paper.exploration import (
     LinearBaselineTRPO,
     LinearFeatureBaseline,
-    MountainCar,
     NoBonus,
     Recorder,
-    ReplayPool,
     SquaredNorm,
-    TaskVector,
-    Transitions,
     paper_trpo,
 )
-from noisygrad.exploration.baseline import discounted
+from noisygrad_paper.exploration.baseline import discounted
 
 
 def rollout(steps=40, copies=3, horizon=15, task=CartPoleSwingup, seed=0):
