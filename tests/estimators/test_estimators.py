@@ -17,7 +17,7 @@ from noisygrad import NoisyClassifier, NoisyRegressor
 from noisygrad.estimators.plan import FitPlan
 from noisygrad.kernels.threads import one_thread
 
-POSTERIORS = ("diagonal", "kronecker", "tridiagonal", "full")
+POSTERIORS = ("diagonal", "kronecker", "eigen", "tridiagonal", "full")
 
 
 @pytest.fixture(autouse=True)
@@ -229,7 +229,7 @@ def test_a_bad_target_is_named_by_column():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"posterior": "dense"}, "posterior must be one of diagonal, kronecker, tridiagonal, full; got 'dense'"),
+        ({"posterior": "dense"}, "posterior must be one of diagonal, kronecker, eigen, tridiagonal, full; got 'dense'"),
         ({"epochs": 0}, "epochs must be an integer of at least 1, got 0"),
         ({"batch_size": 2.5}, "batch_size must be"),
         ({"num_samples": None}, "num_samples must be"),

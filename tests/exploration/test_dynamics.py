@@ -145,8 +145,8 @@ def test_ours_learn_the_dynamics_and_the_released_do_not(name):
 @pytest.mark.parametrize(
     ("fit", "message"),
     [
-        (NoisySettings(family="full"), "dense family is not supported"),
-        (NoisySettings(family="tridiagonal"), "tridiagonal family is not supported"),
+        (NoisySettings(family="full"), "must be diagonal or a Kronecker"),
+        (NoisySettings(family="tridiagonal"), "must be diagonal or a Kronecker"),
         (NoisySettings(noise=False), "a point estimate"),
     ],
 )

@@ -205,7 +205,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match="use covariance='exact'"):
         information_gain(diagonal, x, y, covariance="blockwise")
     full, x, y = fitted(ng.NoisyFull, lr=0.01)
-    with pytest.raises(ValueError, match="dense family is not supported"):
+    with pytest.raises(ValueError, match="must be diagonal or a Kronecker"):
         information_gain(full, x, y)
     point, x, y = fitted(ng.NoisyKFAC, lr=0.01, noise=False)
     with pytest.raises(ValueError, match="point estimate"):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from noisygrad.curvature.registry import find_layer
+from noisygrad.curvature.registry import Layer, known_layer
 from noisygrad.curvature.verification import needs_verification, verify_layer
 from noisygrad.families.units import Unit
 from noisygrad.kernels.switches import Switch
@@ -32,6 +32,7 @@ class Record:
 
     unit: Unit
     module: nn.Module
+    layer: Layer
     inputs: Tensor
     version: int
     edge: GradientEdge
@@ -58,7 +59,7 @@ class Capture:
     """
 
     def __init__(self, layers: dict[nn.Module, list[Unit]]) -> None:
-        self._layers = layers
+        self._layers = [(module, units, known_layer(module)) for module, units in layers.items() if units]
         self._node_handles: list[RemovableHandle] = []
         self._patched: list[tuple[nn.Module, Any]] = []
         self._records: list[Record] = []
@@ -70,16 +71,16 @@ class Capture:
     def __enter__(self) -> Self:
         # Compiled code would not call the recording layers; statistics are rare, so that pass runs eagerly.
         self._stack.enter_context(_EAGER.on())
-        for module, units in self._layers.items():
-            if units:
-                own = vars(module).get("forward")
-                vars(module)["forward"] = MethodType(self._recorded(module, units, own), module)
-                self._patched.append((module, own))
+        for module, units, layer in self._layers:
+            own = vars(module).get("forward")
+            vars(module)["forward"] = MethodType(self._recorded(module, units, layer, own), module)
+            self._patched.append((module, own))
         return self
 
     def __exit__(self, *exception: object) -> None:
         for module, own in self._patched:
             _put_back(module, own)
+        self.watch_backward = False
         self._patched.clear()
         self._records.clear()
         self.consumed_nodes.clear()
@@ -102,13 +103,12 @@ class Capture:
             handle.remove()
         self._node_handles.clear()
 
-    def _recorded(self, module: nn.Module, units: Sequence[Unit], own: Any) -> Callable[..., Any]:
+    def _recorded(self, module: nn.Module, units: Sequence[Unit], layer: Layer, own: Any) -> Callable[..., Any]:
         """A method to replace the module's `forward`, or the replacement that somebody else had set."""
-        usual, layer = module.forward, find_layer(module)
-        assert layer is not None
-        unverified = layer.forward is None and needs_verification(module, layer)
+        usual = module.forward
+        unverified = layer.forward is None and not layer.builtin and needs_verification(module)
         if layer.forward is not None:
-            recorded = layer.forward(module, self._part_recorder(module, units))
+            recorded = layer.forward(module, self._part_recorder(module, units, layer))
         else:
 
             def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -117,7 +117,7 @@ class Capture:
                 if unverified and torch.is_grad_enabled():
                     verify_layer(module, layer, units, usual, args, kwargs)
                 for unit in units:
-                    output = self._record(unit, module, inputs, output)
+                    output = self._record(unit, module, layer, inputs, output)
                 return output
 
         def forward(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -130,15 +130,17 @@ class Capture:
 
         return forward
 
-    def _part_recorder(self, module: nn.Module, units: Iterable[Unit]) -> Callable[[str, Tensor, Tensor], Tensor]:
+    def _part_recorder(
+        self, module: nn.Module, units: Iterable[Unit], layer: Layer
+    ) -> Callable[[str, Tensor, Tensor], Tensor]:
         by_part = {unit.name.rpartition(".")[-1]: unit for unit in units}
 
         def record(part: str, inputs: Tensor, output: Tensor) -> Tensor:
-            return self._record(by_part[part], module, inputs, output) if part in by_part else output
+            return self._record(by_part[part], module, layer, inputs, output) if part in by_part else output
 
         return record
 
-    def _record(self, unit: Unit, module: nn.Module, inputs: Tensor, output: Tensor) -> Tensor:
+    def _record(self, unit: Unit, module: nn.Module, layer: Layer, inputs: Tensor, output: Tensor) -> Tensor:
         """Record one call; returns the output with which the network continues."""
         if not output.requires_grad or (torch._C._current_graph_task_id() != -1 and not self.watch_backward):
             return output  # a checkpoint calls layers again in the backward pass; they were recorded before
@@ -146,7 +148,7 @@ class Capture:
             # Linear layers on sequences return a view, whose edge an in-place activation would remove from the graph.
             output = output.clone()
         edge, kept = get_gradient_edge(output), list[Tensor]()
-        self._records.append(Record(unit, module, inputs.detach(), inputs._version, edge, kept))
+        self._records.append(Record(unit, module, layer, inputs.detach(), inputs._version, edge, kept))
         if self.watch_backward:
             self._node_handles.append(edge.node.register_prehook(self._keep(edge.output_nr, kept)))
         return output

@@ -23,7 +23,6 @@ from torch.autograd.graph import Node, get_gradient_edge
 from noisygrad.curvature.capture import Record
 from noisygrad.curvature.layers import perhaps_summed
 from noisygrad.curvature.passes import Batch, Pass, SummedPass
-from noisygrad.curvature.registry import find_layer
 from noisygrad.curvature.summaries import PassSummary, Summarise, gradient_hooks, hookable, reaches
 from noisygrad.families.units import Unit
 from noisygrad.likelihoods import Likelihood
@@ -138,7 +137,7 @@ def _differentiate(output: Tensor, start: Tensor, layers: Layers, others: Parame
         with _without_autocast(device):
             keep(record.unit.name, _layer_pass(record, gradient, batch), (record.inputs,))
 
-    with gradient_hooks(layers.hookable, take):
+    with gradient_hooks(layers.hookable, take) if layers.hookable else nullcontext():
         gradients = torch.autograd.grad(output, places, start.to(output.dtype), retain_graph=True, allow_unused=True)
     used = [(record, g) for record, g in zip(layers.asked, gradients, strict=False) if g is not None]
     inputs = [record.inputs for record, _ in used]
@@ -176,7 +175,5 @@ def _layer_passes(records: Sequence[Record], gradients: Sequence[Tensor], batch:
 def _layer_pass(record: Record, gradient: Tensor, batch: Batch) -> Pass:
     """The pass of one call of a layer, given the gradient of its output."""
     unit, module = record.unit, record.module
-    layer, inputs = find_layer(module), record.checked_inputs()
-    assert layer is not None
     record.used = True
-    return layer.observe(unit, module, inputs, gradient, batch)
+    return record.layer.observe(unit, module, record.checked_inputs(), gradient, batch)

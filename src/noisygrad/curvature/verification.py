@@ -28,9 +28,9 @@ COARSE_TOLERANCE = 0.1
 _VERIFIED: WeakSet[nn.Module] = WeakSet()
 
 
-def needs_verification(module: nn.Module, layer: Layer) -> bool:
-    """Whether this is a user's layer that has not been compared with autograd yet."""
-    return not layer.builtin and module not in _VERIFIED
+def needs_verification(module: nn.Module) -> bool:
+    """Whether a user's layer has not been compared with autograd yet."""
+    return module not in _VERIFIED
 
 
 def verify_layer(

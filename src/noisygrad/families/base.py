@@ -289,10 +289,8 @@ class Precision(SolverSampler):
         Raises:
             ValueError: This family has no such form.
         """
-        family = type(self).__module__.rpartition(".")[2]
         raise ValueError(
-            f"a posterior of the {family} family is not supported here: its covariance must be diagonal or a Kronecker "
-            "product for each layer"
+            "this posterior is not supported here: its covariance must be diagonal or a Kronecker product per layer"
         )
 
     @abstractmethod

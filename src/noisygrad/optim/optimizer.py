@@ -162,6 +162,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self.covariance, self.weights, self.measurement = parts.covariance, parts.weights, parts.measurement
         self.guard, self.running, self.update = parts.guard, parts.running, parts.update
         self.accumulated = Accumulated()
+        self._capture = Capture(self.structure.layers)
         self.steps = 0
         """How many steps were made."""
         self._in_closure = False
@@ -337,7 +338,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         if self.weights.current is not None:
             raise RuntimeError("sampled() contexts cannot be nested")
         due = with_statistics and self.options.stats_due(self.steps + 1)
-        capture = Capture(self.structure.layers) if due else None
+        capture = self._capture if due else None
         draw = Draw(lambda output, target: self.measurement.loss(self.accumulated, capture, output, target))
         if self.accumulated.draws == 0:
             self.running.keep()
