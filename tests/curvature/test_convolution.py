@@ -18,7 +18,7 @@ from noisygrad.curvature.passes import MatrixPass, sum_of_squared_products
 from noisygrad.curvature.windows import patches, two_axes
 from noisygrad.kernels import products
 from noisygrad.kernels import squares as kernels
-from noisygrad.kernels.products import LARGE, gram, second_moment
+from noisygrad.kernels.products import LARGE_SIDE, gram, second_moment
 from support.truth import close
 
 IMAGES = {"even": (6, 8), "odd": (5, 7), "narrow": (1, 6), "tiny": (2, 2), "one pixel": (1, 1)}
@@ -297,7 +297,7 @@ def test_sums_of_squared_products(positions, lead):
     close(sum_of_squared_products(g, a), naive)
 
 
-@pytest.mark.parametrize("size", [5, LARGE + 3])
+@pytest.mark.parametrize("size", [5, LARGE_SIDE + 3])
 def test_gram_is_the_product_with_itself(size):
     rows = torch.randn(2, 11, size, dtype=torch.float64)
     close(gram(rows), rows.mT @ rows)

@@ -155,9 +155,9 @@ def test_the_trust_region_bounds_the_step(kind, clip):
             for b in optimizer.structure.blocks
         )
         assert float(length) == pytest.approx(bound, rel=1e-6)
-    free_start = free.mean.flat.clone()
+    free_start = free.weights.mean.flat.clone()
     train(free, free_model, batches(1))
-    assert (free.mean.flat - free_start).norm() > moved.norm()
+    assert (free.weights.mean.flat - free_start).norm() > moved.norm()
 
 
 @each_optimizer

@@ -177,7 +177,7 @@ def test_groups_of_equal_size_in_another_order_are_refused():
     assert_unchanged(before, one)
 
 
-@pytest.mark.parametrize("spoil", [lambda s: s.pop("tensors"), lambda s: s.update(format=99), lambda s: s.clear()])
+@pytest.mark.parametrize("spoil", [lambda s: s.pop("state"), lambda s: s.update(format=99), lambda s: s.clear()])
 def test_what_is_not_a_state_is_refused(spoil):
     optimizer = make(ng.NoisyAdam, mlp())
     state, before = optimizer.state_dict(), snapshot(optimizer)
