@@ -17,8 +17,8 @@ from noisygrad.curvature.convolution import PatchedPass
 from noisygrad.curvature.passes import MatrixPass
 from noisygrad.curvature.windows import patches
 from noisygrad.kernels import squares as kernels
-from noisygrad.posterior import parameters
 from noisygrad.posterior.structure import build_structure
+from support.devices import follow_memory
 
 pytest.importorskip("triton", reason="Triton comes with torch for NVIDIA GPUs")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -78,7 +78,7 @@ def test_squares_of_a_convolution_are_those_of_its_matrices(
 @pytest.mark.parametrize("name", [name for name, (_, shape) in CONVOLUTIONS.items() if len(shape) == 4])
 def test_they_are_written_as_channels_last_weights_lie(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "applies", lambda gradients, positions: True)
-    monkeypatch.setattr(parameters, "DEVICES", {DEVICE})
+    follow_memory(monkeypatch, {DEVICE})
     module, shape = CONVOLUTIONS[name]
     module = copy.deepcopy(module).to(DEVICE, memory_format=torch.channels_last)
     structure = build_structure(module, "diagonal", lambda name: 0, [True]).in_memory_order()

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 import noisygrad as ng
-from noisygrad.optim import CapturedStep, stacks
+from noisygrad.algorithm import stacks
+from noisygrad.optim import CapturedStep
 from noisygrad.optim.execution import GraphCache
 from noisygrad_paper.data import load_images
 from noisygrad_paper.experiments.classification import Learning, plan
 from noisygrad_paper.experiments.image_methods import METHODS
+from support.compare import tensors_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 OPTIMIZERS = [ng.NoisyAdam, ng.NoisyKFAC, ng.NoisyBlockTridiagonal, ng.NoisyFull]
@@ -177,8 +179,8 @@ def test_captured_steps_equal_eager_ones(kind: type[ng.NoisyOptimizer], fisher_p
     torch.testing.assert_close(others, losses, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(other, mean, rtol=1e-6, atol=1e-8)
     assert captured_state["steps"] == state["steps"] == 60
-    for name, tensor in state["tensors"].items():
-        torch.testing.assert_close(captured_state["tensors"][name], tensor, rtol=1e-5, atol=1e-7)
+    for name, tensor in tensors_of(state).items():
+        torch.testing.assert_close(tensors_of(captured_state)[name], tensor, rtol=1e-5, atol=1e-7)
 
 
 def test_a_captured_step_reports_bad_numbers_at_the_next_refresh() -> None:
@@ -317,7 +319,7 @@ def test_channels_last_images_train_like_a_cpu(kind: type[ng.NoisyOptimizer], ca
                 optimizer.step(lambda model=model, x=x, y=y: (model(x), y))
             else:
                 step()
-        states.append({name: tensor.cpu() for name, tensor in optimizer.state_dict()["tensors"].items()})
+        states.append({name: tensor.cpu() for name, tensor in tensors_of(optimizer.state_dict()).items()})
     for name, tensor in states[0].items():
         torch.testing.assert_close(states[1][name], tensor, rtol=1e-7, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 

@@ -19,6 +19,7 @@ from support.compare import (
     make,
     mlp,
     snapshot,
+    tensors_of,
     train,
 )
 
@@ -126,8 +127,8 @@ def test_an_error_in_a_scaled_step_leaves_no_scale_behind():
     scaler = scaler_of()
     with failed.sampled() as draw:
         scaler.scale(draw.nll(models[0](data[0][0]), data[0][1])).backward()
-    failed._pending.statistics["0"].inputs.fill_(float("nan"))
-    failed._pending.sound = False  # as if they had been measured so
+    failed.accumulated.statistics["0"].inputs.fill_(float("nan"))
+    failed.accumulated.known_finite = False  # as if they had been measured so
     with pytest.raises(ng.NonFiniteError, match="statistics of 0 went bad"):
         scaler.step(failed)
     assert_nothing_pending(failed)
@@ -146,7 +147,7 @@ def test_a_bf16_model_keeps_a_float32_mean(kind, autocast):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             losses += train(optimizer, model, [(x, y)])
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert {t.dtype for name, t in optimizer.state_dict()["tensors"].items()} == {torch.float32}
+    assert {t.dtype for name, t in tensors_of(optimizer.state_dict()).items()} == {torch.float32}
     assert torch.equal(optimizer.weights.mean.rounded(), optimizer.weights.mean.flat.bfloat16().float())
     shown = torch.cat([p.detach().flatten() for p in model.parameters()])
     kept = torch.cat([p.flatten() for p in optimizer.weights.mean.as_dict(like_parameters=False).values()])
@@ -164,7 +165,7 @@ def test_small_steps_add_up_in_a_bf16_model():
     )
     for optimizer, model in zip((narrow, still), models, strict=True):
         train(optimizer, model, [(x.bfloat16(), y)] * 60)
-    gap = (narrow.mean.flat - still.mean.flat).abs().max()
+    gap = (narrow.weights.mean.flat - still.weights.mean.flat).abs().max()
     assert gap > 2e-3
     moved = [not torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True)]
     assert any(moved)

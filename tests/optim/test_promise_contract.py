@@ -105,11 +105,11 @@ def test_each_group_has_its_own_settings(kind, mode):
         name = f"{layer}.weight"
         assert torch.equal(mixed.mean.as_dict()[name], alone.mean.as_dict()[name])
         if settings.get("momentum") != 0.0:
-            velocities = [o.mean_step.momentum[in_group(o, name)] for o in (mixed, alone)]
+            velocities = [o.update.mean.momentum.average[in_group(o, name)] for o in (mixed, alone)]
             assert torch.equal(*velocities)
     if mode == "average":
         train(mixed, mixed.model, batches(2))
-        torch.testing.assert_close(mixed.mean_step.weight, 1 - torch.tensor([0.9, 0.3, 0.0]).double() ** 3)
+        torch.testing.assert_close(mixed.update.mean.momentum.weight, 1 - torch.tensor([0.9, 0.3, 0.0]).double() ** 3)
 
 
 @each_optimizer
@@ -155,9 +155,9 @@ def test_the_trust_region_bounds_the_step(kind, clip):
             for b in optimizer.structure.blocks
         )
         assert float(length) == pytest.approx(bound, rel=1e-6)
-    free_start = free.mean.flat.clone()
+    free_start = free.weights.mean.flat.clone()
     train(free, free_model, batches(1))
-    assert (free.mean.flat - free_start).norm() > moved.norm()
+    assert (free.weights.mean.flat - free_start).norm() > moved.norm()
 
 
 @each_optimizer

@@ -46,10 +46,8 @@ def work_shared_out(rank: int) -> list[str]:
     model = DistributedDataParallel(mlp())
     optimizer = make(ng.NoisyKFAC, model)
     done: list[str] = []
-    factorise = optimizer.covariance._factorise_block
-    optimizer.covariance._factorise_block = lambda block, damping: (done.append(block.name), factorise(block, damping))[
-        1
-    ]
+    factorise = optimizer.covariance._factorise
+    optimizer.covariance._factorise = lambda block, damping: (done.append(block.name), factorise(block, damping))[1]
     x, y = batches(2)[rank]
     optimizer.step(lambda: (model(x), y))
     return done
@@ -81,18 +79,18 @@ def failure(rank: int, what: str) -> dict[str, Any]:
     optimizer.step(lambda: (model(x), y))
     before = snapshot(optimizer)
     bad = x
-    factorise = optimizer.covariance._factorise_block
+    factorise = optimizer.covariance._factorise
     if rank == 1 and what == "NaN":
         bad = torch.full_like(x, float("nan"))
     if rank == 1 and what == "factorisation":
-        optimizer.covariance._factorise_block = _refuse
+        optimizer.covariance._factorise = _refuse
     try:
         optimizer.step(lambda: (model(bad), y))
         error = "none"
     except (ArithmeticError, RuntimeError) as caught:
         error = f"{type(caught).__name__}: {caught}"
     after = snapshot(optimizer)
-    optimizer.covariance._factorise_block = factorise
+    optimizer.covariance._factorise = factorise
     optimizer.step(lambda: (model(x), y))
     return {"error": error, "changed": list(differences(before, after, but=OWN)), "next": snapshot(optimizer)}
 

@@ -70,8 +70,8 @@ def close(mine, theirs, tolerance=1e-10):
 def test_replicas_equal_lone_trainings(kind, options):
     together, alone = fit(kind, options)
     for i, one in enumerate(alone):
-        close(together.mean.flat[i], one.mean.flat)
-        close(together.mean_step.momentum[i], one.mean_step.momentum)
+        close(together.weights.mean.flat[i], one.weights.mean.flat)
+        close(together.update.mean.momentum.average[i], one.update.mean.momentum.average)
         for name, statistics in together.covariance.statistics.items():
             theirs = one.covariance.statistics[name].tensors()
             for part, tensor in statistics.tensors().items():
@@ -79,7 +79,7 @@ def test_replicas_equal_lone_trainings(kind, options):
         for name, buffer in together.likelihood.named_buffers():
             close(buffer[i], one.likelihood.get_buffer(name), 1e-9)
         assert torch.equal(together.generators[i].get_state(), one.generators[0].get_state())
-    assert (together.mean.flat[0] - together.mean.flat[1]).abs().max() > 0.1
+    assert (together.weights.mean.flat[0] - together.weights.mean.flat[1]).abs().max() > 0.1
     _compare_posteriors(together.posterior(), [one.posterior() for one in alone])
 
 

@@ -125,7 +125,7 @@ def test_a_subclass_with_a_forward_of_its_own_has_no_structure_assumed() -> None
     optimizer = ng.NoisyKFAC(model, ng.Gaussian(), num_data=10)
     table = str(optimizer.coverage())
     assert "Masked has a forward of its own" in table
-    assert {block.name: block.family for block in optimizer.structure.blocks} == {
+    assert {block.name: block.family.name for block in optimizer.structure.blocks} == {
         "1": "kronecker",
         "diagonal": "diagonal",
     }

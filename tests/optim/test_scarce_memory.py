@@ -11,9 +11,9 @@ from support.compare import each_optimizer
 
 
 def test_out_of_memory_in_statistics_halves_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from noisygrad.optim import statistics
+    from noisygrad.optim import fisher
 
-    real, tried = statistics.fisher_passes, []
+    real, tried = fisher.fisher_passes, []
 
     def scarce(*arguments: object, keep: int, **more: object) -> object:
         tried.append(keep)
@@ -21,7 +21,7 @@ def test_out_of_memory_in_statistics_halves_their_batch(monkeypatch: pytest.Monk
             raise torch.OutOfMemoryError("no memory for so many")
         return real(*arguments, keep=keep, **more)
 
-    monkeypatch.setattr(statistics, "fisher_passes", scarce)
+    monkeypatch.setattr(fisher, "fisher_passes", scarce)
     model = ng.networks.MLP(3, (4,), 1)
     optimizer = ng.NoisyKFAC(model, ng.Gaussian(), num_data=50, stats_every=1)
     x, y = torch.randn(16, 3), torch.randn(16, 1)
@@ -29,7 +29,7 @@ def test_out_of_memory_in_statistics_halves_their_batch(monkeypatch: pytest.Monk
         optimizer.step(lambda: (model(x), y))
     optimizer.step(lambda: (model(x), y))
     assert tried == [16, 8, 4, 4]
-    assert optimizer.stats_limit == 4
+    assert optimizer.measurement.statistics_limit == 4
 
 
 class Scarce(nn.Module):
@@ -64,8 +64,8 @@ def test_out_of_memory_in_a_fresh_pass_halves_its_batch(kind: type[ng.optim.Nois
     with pytest.warns(UserWarning, match="taken from 8 examples"), pytest.warns(UserWarning, match="from 4 examples"):
         scarce, fewer = trained(kind, fits=4)
     plenty, usual = trained(kind, fits=16)
-    assert (scarce.tried, fewer.forward_limit) == ([16, 8, 4, 4], 4)
-    assert (plenty.tried, usual.forward_limit) == ([16, 16], None)
+    assert (scarce.tried, fewer.measurement.forward_limit) == ([16, 8, 4, 4], 4)
+    assert (plenty.tried, usual.measurement.forward_limit) == ([16, 16], None)
     assert all(module.training for module in scarce.modules())
     # The first four examples say the same, whether others were there or not.
     torch.testing.assert_close(fewer.posterior().precision(), usual.posterior().precision())

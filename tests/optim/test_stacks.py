@@ -8,12 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from noisygrad.optim.factors import Factors, _average_together
 from torch import Tensor, nn
 
 import noisygrad as ng
 from noisygrad.algorithm import stacks
+from noisygrad.algorithm.covariance import Covariance
+from noisygrad.kernels.averages import average_
 from noisygrad.kernels.factorisation import FactorisationError, deferred, inverse_root
+from support.compare import tensors_of
 
 
 def network(replicas: tuple[int, ...] = ()) -> nn.Module:
@@ -67,16 +69,16 @@ def test_a_stacked_step_is_that_of_single_blocks(settings, monkeypatch):
     assert one.covariance._stacks is None
     assert other.covariance._stacks is not None
     assert any(len(stack.blocks) > 1 for stack in other.covariance._stacks.stacks)
-    torch.testing.assert_close(other.mean.flat, one.mean.flat, rtol=1e-10, atol=1e-12)
-    saved = one.state_dict()["tensors"]
-    for name, tensor in other.state_dict()["tensors"].items():
+    torch.testing.assert_close(other.weights.mean.flat, one.weights.mean.flat, rtol=1e-10, atol=1e-12)
+    saved = tensors_of(one.state_dict())
+    for name, tensor in tensors_of(other.state_dict()).items():
         assert tensor.shape == saved[name].shape
         if "damping_mode" not in settings or "/factors/" not in name:  # eigenvectors have no sign of their own
             torch.testing.assert_close(tensor, saved[name], rtol=1e-9, atol=1e-11)
     other.load_state_dict(one.state_dict())  # a checkpoint of a GPU is one of a CPU
     for optimizer in (one, other):
         train_on(optimizer, settings.get("replicas", ()), seed=7)
-    torch.testing.assert_close(other.mean.flat, one.mean.flat, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(other.weights.mean.flat, one.weights.mean.flat, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("large", [1, stacks.LARGE], ids=["apart", "twice"])
@@ -89,7 +91,7 @@ def test_a_stack_factorised_in_parts_is_the_same(settings, noise, large, monkeyp
     monkeypatch.setattr(stacks, "LARGE", large)
     parted = trained(monkeypatch, True, **settings, noise=noise)
     assert any(len(stack.split()) > 1 for stack in parted.covariance._stacks.stacks)
-    torch.testing.assert_close(parted.mean.flat, whole.mean.flat, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(parted.weights.mean.flat, whole.weights.mean.flat, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(("sizes", "replicas"), [((4, 32, 4), ()), ((8, 8, 8, 8), (5,))], ids=["tall", "replicas"])
@@ -152,7 +154,7 @@ def solved_densely(optimizer: ng.NoisyKFAC, gradient: Tensor, dampings: dict[int
     for block in optimizer.covariance.blocks:
         prior, statistics = optimizer.covariance.priors[block.name], optimizer.covariance.statistics[block.name]
         precision = statistics.factorise(prior, dampings[block.group], optimizer.options.damping_mode)
-        if block.family == "diagonal":
+        if block.family.name == "diagonal":
             block.write_(solved, precision.solve(block.vector(gradient)))
         else:
             dense = torch.linalg.inv(precision.to_dense())
@@ -166,7 +168,8 @@ def test_a_fitted_prior_is_stacked_too(damping_mode, monkeypatch):
     prior = first.posterior().as_prior()
     again = trained(monkeypatch, True, damping_mode=damping_mode, damping=0.1, noise=True, prior=prior)
     again.covariance.refresh_({0: 0.1})
-    gradient = torch.randn(again.mean.flat.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    gradient = torch.randn(again.weights.mean.flat.shape, dtype=torch.float64, generator=generator)
     truth = solved_densely(again, gradient, {0: 0.1})
     torch.testing.assert_close(again.covariance.solve(gradient), truth, rtol=1e-8, atol=1e-10)
 
@@ -197,8 +200,8 @@ def test_a_stack_that_needs_repair_is_made_block_by_block(monkeypatch):
     assert len(stack.blocks) > 1
     optimizer.covariance.statistics["9"].outputs.fill_(1e40)  # of rank 1: what is added to its diagonal is rounded off
     made = []
-    real = Factors._factorise_block
-    monkeypatch.setattr(Factors, "_factorise_block", lambda self, b, d: made.append(b.name) or real(self, b, d))
+    real = Covariance._factorise
+    monkeypatch.setattr(Covariance, "_factorise", lambda self, b, d: made.append(b.name) or real(self, b, d))
     optimizer.covariance.refresh_({0: 0.1})
     assert {block.name for block in stack.blocks} <= set(made)
     assert len(made) < len(optimizer.covariance.blocks)
@@ -210,7 +213,8 @@ def test_a_stack_that_needs_repair_is_made_block_by_block(monkeypatch):
 
 
 def named(optimizer: ng.NoisyKFAC, block) -> list[tuple[str, Tensor]]:
-    return [(f"{block.name} {name}", tensor) for name, tensor in optimizer.covariance.tensors(block).items()]
+    factors = optimizer.covariance.factors[block.name]
+    return [(f"{block.name} {name}", tensor) for name, tensor in factors.tensors().items()]
 
 
 def test_a_failed_change_of_damping_leaves_no_stale_stack(monkeypatch):
@@ -232,9 +236,9 @@ def test_the_moving_average_in_place_is_the_usual_one(monkeypatch):
     factors, rate = optimizer.covariance, torch.tensor(0.3, dtype=torch.float64)
     old = [tensor for b in factors.blocks for tensor in factors.statistics[b.name].tensors().values()]
     new = [torch.randn_like(tensor) for tensor in old]
-    expected = torch.lerp(factors._moments, torch.cat([tensor.flatten() for tensor in new]), rate)
-    _average_together(old, new, rate)
-    torch.testing.assert_close(factors._moments, expected, rtol=1e-12, atol=1e-12)
+    expected = torch.lerp(factors.fisher.moments, torch.cat([tensor.flatten() for tensor in new]), rate)
+    average_(old, new, rate)
+    torch.testing.assert_close(factors.fisher.moments, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_deferred_failures_are_told_at_the_end_and_then_raised():
@@ -270,7 +274,7 @@ def test_rounding_that_a_user_allows_is_off_in_factorisations_and_on_again_after
     """In a process of its own: torch has no way back from one kind of setting to the other."""
     script = f"""
 import torch
-from noisygrad.families.rounding import full_precision
+from noisygrad.kernels.precision import full_precision
 cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 {PRECISIONS[how]}
 before = cuda.fp32_precision, cpu.fp32_precision

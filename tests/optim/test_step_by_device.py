@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten
 
 import noisygrad as ng
 from noisygrad.algorithm import stacks
+from noisygrad.algorithm.covariance import Covariance
 from noisygrad.optim import execution as graphs
 
 STEPS = 24
@@ -131,11 +132,11 @@ def test_factors_that_were_brought_together_anew_are_another_place(monkeypatch):
     monkeypatch.setattr(stacks, "DEVICES", {"cpu"})
     _, optimizer = made(ng.NoisyKFAC, monkeypatch, gpu=False)
     factors = optimizer.covariance
-    real = Factors._store
-    monkeypatch.setattr(Factors, "_store", lambda self, block, new: real(self, block, new) or fail())
+    real = Covariance._store
+    monkeypatch.setattr(Covariance, "_store", lambda self, block, new: real(self, block, new) or fail())
     with pytest.raises(KeyboardInterrupt):
         factors.refresh_({0: 0.0})
-    monkeypatch.setattr(Factors, "_store", real)
+    monkeypatch.setattr(Covariance, "_store", real)
     before, old = factors.generation, factors._stacks
     factors.refresh_({0: 1e-3})
     assert factors._stacks is not old

@@ -13,10 +13,11 @@ import noisygrad as ng
 from noisygrad.algorithm import stacks
 from noisygrad.curvature import passes, registry, summaries
 from noisygrad.families import units
-from noisygrad.optim import optimizer as base
-from noisygrad.posterior import parameters
+from noisygrad.optim import draw as base
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import build_structure
+from support.compare import tensors_of
+from support.devices import follow_memory
 
 FAMILIES = (ng.NoisyAdam, ng.NoisyKFAC, ng.NoisyBlockTridiagonal, ng.NoisyFull)
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)
@@ -48,14 +49,15 @@ def gpu_ways(monkeypatch: pytest.MonkeyPatch):
     def in_usual_order(noise: Tensor, generators: object) -> None:
         real(noise, generators)
         structure = structures[-1]
-        if structure.family == "diagonal":
+        if structure.family.name == "diagonal":
             noise.copy_(structure.to_memory(noise))
 
     monkeypatch.setattr(base, "fill_normal_", in_usual_order)
 
     def switch(family, *, on: bool, model: nn.Module | None = None, **more: object):
-        for room in (parameters, summaries):
-            monkeypatch.setattr(room, "DEVICES", {"cpu"} if on else set())
+        devices = {"cpu"} if on else set()
+        follow_memory(monkeypatch, devices)
+        monkeypatch.setattr(summaries, "DEVICES", devices)
         settings = {"num_data": 100, "stats_every": 1, "factor_every": 2, "seed": 1, "damping": 0.1, **more}
         optimizer = family(model or network(), ng.Categorical(), **settings)
         structures.append(optimizer.structure)
@@ -75,8 +77,8 @@ def train(optimizer, structures: list, seed: int = 2, steps: int = 4) -> None:
 
 
 def same(one, other) -> None:
-    saved = one.state_dict()["tensors"]
-    for name, tensor in other.state_dict()["tensors"].items():
+    saved = tensors_of(one.state_dict())
+    for name, tensor in tensors_of(other.state_dict()).items():
         if "–" in name and "/factors/" in name:  # eigenvectors have no sign of their own
             continue
         torch.testing.assert_close(tensor, saved[name], rtol=1e-9, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}")

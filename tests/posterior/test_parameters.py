@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import noisygrad as ng
-from noisygrad.posterior import parameters
 from noisygrad.posterior.structure import build_structure
 from noisygrad.posterior.weights import FlatWeights
+from support.compare import tensors_of
+from support.devices import follow_memory
 
 
 def images() -> nn.Module:
@@ -60,7 +61,7 @@ def read(model: nn.Module) -> tuple[Tensor, Tensor]:
 def test_copies_are_the_same_in_any_order_of_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for devices in (set(), {"cpu"}):
-        monkeypatch.setattr(parameters, "DEVICES", devices)
+        follow_memory(monkeypatch, devices)
         torch.manual_seed(0)
         model = MODELS[name]()
         found.append((*read(model), *(parameter.detach() for parameter in model.parameters())))
@@ -69,7 +70,7 @@ def test_copies_are_the_same_in_any_order_of_memory(name: str, monkeypatch: pyte
 
 def test_copies_of_equal_strides_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU asks for: the strides of the two lists agree, tensor by tensor, and all are dense."""
-    monkeypatch.setattr(parameters, "DEVICES", {"cpu"})
+    follow_memory(monkeypatch, {"cpu"})
     for name in ("channels last", "replicas"):
         structure = build_structure(MODELS[name](), "kronecker")
         weights = FlatWeights.zeros(structure, torch.float32, torch.device("cpu"))
@@ -95,7 +96,7 @@ def test_a_training_is_the_same_and_follows_parameters_to_another_order(
 ) -> None:
     states = []
     for devices in (set(), {"cpu"}):
-        monkeypatch.setattr(parameters, "DEVICES", devices)
+        follow_memory(monkeypatch, devices)
         torch.manual_seed(0)
         model = images()
         noise = kind is not ng.NoisyAdam  # noise of a diagonal has the order of its weights: test_memory_order
@@ -108,7 +109,7 @@ def test_a_training_is_the_same_and_follows_parameters_to_another_order(
         with torch.no_grad():
             next(model.parameters()).add_(0.1)  # what a user writes between steps is the mean
         train_on(model, optimizer, 3)
-        states.append(optimizer.state_dict()["tensors"])
+        states.append(tensors_of(optimizer.state_dict()))
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
@@ -131,7 +132,7 @@ def test_a_draw_that_fails_leaves_the_weights_that_were_there(monkeypatch: pytes
 
 
 def test_staging_stays_as_long_as_the_parameters_and_is_not_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parameters, "DEVICES", {"cpu"})
+    follow_memory(monkeypatch, {"cpu"})
     model = MODELS["replicas"]()
     optimizer = ng.NoisyAdam(model, ng.Gaussian(noise_variance=0.1), num_data=50, seed=0)
     views = optimizer.weights.mean._parameters

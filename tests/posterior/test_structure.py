@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import noisygrad as ng
+from noisygrad.families import dense
 from noisygrad.networks import ReplicatedMLP
-from noisygrad.posterior import structure as structures
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import Structure, build_structure, parameter_order
 from noisygrad.posterior.weights import FlatWeights
@@ -198,7 +198,7 @@ def test_coverage_says_which_couplings_are_zero_once_that_is_known(tmp_path: Pat
 def test_only_consecutive_linear_layers_are_chained() -> None:
     def chains(model: nn.Module) -> list[list[str]]:
         blocks = build_structure(model, "tridiagonal").blocks
-        return [[u.name for u in b.units] for b in blocks if b.family == "tridiagonal"]
+        return [[u.name for u in b.units] for b in blocks if b.family.name == "tridiagonal"]
 
     linear = nn.Linear
     assert chains(MODELS["mlp"]()) == [["0", "2", "4"]]
@@ -307,7 +307,7 @@ def test_group_mistakes() -> None:
 def test_structure_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="no trainable parameters"):
         build_structure(nn.ReLU(), "diagonal")
-    monkeypatch.setattr(structures, "LARGEST_DENSE", 10)
+    monkeypatch.setattr(dense, "LARGEST", 10)
     with pytest.raises(ValueError, match="NoisyKFAC"):
         build_structure(MODELS["mlp"](), "full")
     build_structure(MODELS["mlp"](), "kronecker")

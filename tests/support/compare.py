@@ -84,6 +84,11 @@ def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {path: leaf for key, value in items for path, leaf in leaves(value, f"{prefix}/{key}").items()}
 
 
+def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of an optimiser's state as one dictionary, by "parameter's index/name"."""
+    return {f"{index}/{name}": tensor for index, own in state["state"].items() for name, tensor in own.items()}
+
+
 def snapshot(optimizer: Any) -> dict[str, Any]:
     """A copy of everything an optimiser knows, and of the model's parameters and buffers."""
     model = {name: tensor.detach().clone() for name, tensor in optimizer.model.state_dict().items()}

@@ -138,8 +138,10 @@ def measure(
             )
         )
     found: dict[str, Statistics] = {}
+    place = {"dtype": torch.float64, "device": torch.device("cpu")}
     for block in structure.blocks:
-        measured = [block.measure(one, block.identity(torch.float64, torch.device("cpu"))) for one in passes]
+        start = block.identity(block.prior(lambda name: 1.0, **place), **place)
+        measured = [block.measure(one, start) for one in passes]
         total = measured[0].map(torch.zeros_like)
         for m in measured:
             for name, tensor in total.tensors().items():
@@ -153,7 +155,7 @@ def dense_fisher(structure: Structure, statistics: Mapping[str, Statistics]) -> 
     dense = torch.zeros(structure.size, structure.size, dtype=torch.float64)
     for block in structure.blocks:
         tensors = statistics[block.name].tensors()
-        if block.family == "kronecker":
+        if block.family.name == "kronecker":
             shape = (block.num_groups, -1)
             pairs = zip(
                 tensors["outputs"].reshape(*shape, *tensors["outputs"].shape[-2:])[:, 0],
@@ -162,7 +164,7 @@ def dense_fisher(structure: Structure, statistics: Mapping[str, Statistics]) -> 
             )
             part = torch.block_diag(*(torch.kron(s.contiguous(), a.contiguous()) for s, a in pairs))
         else:
-            part = tensors["fisher"] if block.family == "full" else torch.diag(tensors["fisher"])
+            part = tensors["fisher"] if block.family.name == "full" else torch.diag(tensors["fisher"])
         # Where each weight of the block, in the order of its family, lies in the flat vector.
         where = block.vector(torch.arange(structure.size)).flatten()
         dense[where[:, None], where] = part

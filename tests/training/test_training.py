@@ -14,24 +14,13 @@ from noisygrad.training import Annealed, CheckpointError, CosineDecay, EpochReco
 from noisygrad.training import progress as progress_module
 from noisygrad.training.batches import TensorBatches
 from noisygrad.training.progress import Bar, Lines, Reporter, reporter
+from support.small_runs import fresh, toy
 
 
 @pytest.fixture(autouse=True)
 def _on_one_thread():
     with one_thread():
         yield
-
-
-def toy(n=24, seed=0, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, 3, generator=generator, dtype=dtype)
-    return x, x.sum(-1, keepdim=True).sin()
-
-
-def fresh(seed=0, **options):
-    model = MLP(3, (5,), 1, generator=torch.Generator().manual_seed(seed))
-    options = {"stats_every": 2, "factor_every": 4, "kl_clip": StepDecay(1e-2, (9,))} | options
-    return ng.NoisyKFAC(model, ng.Gaussian(), num_data=24, seed=seed, **options)
 
 
 def snapshot(optimizer):

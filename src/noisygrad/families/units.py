@@ -43,7 +43,9 @@ class Slot:
         """Numbers in memory order, `[..., numbers]`, as a view `[..., *shape]`."""
         assert self.memory_layout is not None
         shape, strides = self.memory_layout
-        return part.as_strided((*part.shape[:-1], *shape), (*part.stride()[:-1], *strides), part.storage_offset())
+        step = part.stride(-1)  # 0 where all its numbers are one
+        inner = [step * stride for stride in strides]
+        return part.as_strided((*part.shape[:-1], *shape), (*part.stride()[:-1], *inner), part.storage_offset())
 
     def of(self, tensor: Tensor, replica_dims: int) -> Tensor:
         """The part of the parameter (or of its gradient) that this slot holds, as a view."""

@@ -43,8 +43,8 @@ def run_in_threads(works: Sequence[Callable[[], Made]], *, when: bool = True) ->
     Each runs on one thread; the caller's thread takes part. Otherwise every small operation would be divided among the
     cores and waited for, which on a busy machine costs more than the work. Without `when`, one after the other.
     """
-    threads = torch.get_num_threads()
-    if not when or threads == 1 or len(works) < 2:
+    # Asked in this order, because a step that is compiled cannot ask for the number of threads.
+    if not when or len(works) < 2 or (threads := torch.get_num_threads()) == 1:
         return [work() for work in works]
     turns = count()
     found: dict[int, Made] = {}

@@ -79,6 +79,8 @@ class OptimizerState:
     def load(self, state: Mapping[str, Any], param_groups: Sequence[dict[str, Any]]) -> int:
         """See `NoisyOptimizer.load_state_dict`; everything is checked before anything changes. Returns the steps."""
         self._check_kind(state)
+        if [list(group["params"]) for group in state["param_groups"]] != self._places(param_groups):
+            raise ValueError("the state has other param groups, the same in another order, or is of another model")
         entries = self._entries()
         shapes = {name: shape for entry in entries for name, shape in entry.shapes().items()}
         theirs = {(int(index), name): t for index, own in state["state"].items() for name, t in own.items()}
@@ -101,8 +103,6 @@ class OptimizerState:
             )
         if len(state["generators"]) != len(self.weights.generators):
             raise ValueError("the state has another number of replicas")
-        if [list(group["params"]) for group in state["param_groups"]] != self._places(param_groups):
-            raise ValueError("the state has other param groups, or the same in another order")
         try:
             copy.deepcopy(self.likelihood).load_state_dict(state["likelihood"])  # a failed load is half done
         except RuntimeError as error:
