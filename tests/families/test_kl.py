@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_families_algebra import CASES, close, columns, few, for_every_case, for_every_prior_like_case, normal, seeds
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from noisygrad.families import dense, diagonal, kronecker, tridiagonal
 from noisygrad.families.base import Statistics
 from noisygrad.families.kl import kl_divergence, log_prob
+from support.families import CASES, close, columns, few, for_every_case, for_every_prior_like_case, normal, seeds
 
 
 def gaussian(mean: Tensor, precision: Tensor) -> MultivariateNormal:

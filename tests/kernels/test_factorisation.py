@@ -11,7 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_families_algebra import (
+from torch import Tensor
+
+from noisygrad.families import dense, diagonal, kronecker, tridiagonal
+from noisygrad.kernels.factorisation import FactorisationError, condition_number, inverse_root, symmetric_eigh
+from noisygrad.kernels.moments import second_moment
+from support.families import (
     CASES,
     chain_prior,
     chain_statistics,
@@ -23,11 +28,6 @@ from test_families_algebra import (
     positive,
     seeds,
 )
-from torch import Tensor
-
-from noisygrad.families import dense, diagonal, kronecker, tridiagonal
-from noisygrad.kernels.factorisation import FactorisationError, condition_number, inverse_root, symmetric_eigh
-from noisygrad.kernels.moments import second_moment
 
 SHAPES = [(3, 4), (4, 3), (2, 5)]
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from test_training import fresh, toy
 
 from noisygrad.training import train
 from noisygrad.training.checkpoint import CheckpointError
+from support.toy_training import fresh, toy
 
 
 def test_a_checkpoint_of_other_settings_or_more_epochs_is_refused_before_anything_changes(tmp_path):
