@@ -260,7 +260,7 @@ def test_convolutions(dims: int, stride: int, padding: int | str, dilation: int,
     found_inputs, found_outputs = (found["0"].tensors()[key] for key in ("inputs", "outputs"))
     close(found_inputs.reshape(inputs.shape), inputs)
     close(found_outputs.reshape(outputs.shape), outputs)
-    assert structure.blocks[0].grouped == groups
+    assert structure.blocks[0].num_groups == groups
 
 
 class Weighted(nn.Module):
