@@ -158,7 +158,7 @@ import sys
 for name in ("Box2D", "gymnasium", "stable_baselines3", "sb3_contrib"):
     sys.modules[name] = None
 import noisygrad_paper.report.site
-from noisygrad.cli import main
+from noisygrad.cli.main import main
 main(["reproduce", "exploration", "--results", sys.argv[1]])
 """
     with tempfile.TemporaryDirectory() as folder:

@@ -81,7 +81,7 @@ def test_a_failure_is_raised_once_all_is_quiet_and_nothing_more_is_begun(caller_
 
 INTERRUPTED = """
 import os, signal, threading, time, torch
-from noisygrad.curvature.parallel import run_in_threads
+from noisygrad.kernels.threads import run_in_threads
 torch.set_num_threads(2)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell has switched off for what runs behind it
 meeting, ended = threading.Barrier(2), []
@@ -128,7 +128,7 @@ def test_work_inside_work_is_done_by_the_same_thread():
 
 FORKED = """
 import os, torch
-from noisygrad.curvature.parallel import run_in_threads
+from noisygrad.kernels.threads import run_in_threads
 torch.set_num_threads(2)
 assert run_in_threads([lambda: 1, lambda: 2]) == [1, 2]  # the helper is there
 child = os.fork()

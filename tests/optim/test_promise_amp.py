@@ -127,7 +127,7 @@ def test_an_error_in_a_scaled_step_leaves_no_scale_behind():
     with failed.sampled() as draw:
         scaler.scale(draw.nll(models[0](data[0][0]), data[0][1])).backward()
     failed._pending.statistics["0"].inputs.fill_(float("nan"))
-    failed._pending.sound = False  # as if they had been measured so
+    failed._pending.known_finite = False  # as if they had been measured so
     with pytest.raises(ng.NonFiniteError, match="statistics of 0 went bad"):
         scaler.step(failed)
     assert_nothing_pending(failed)

@@ -270,7 +270,7 @@ def test_rounding_that_a_user_allows_is_off_in_factorisations_and_on_again_after
     """In a process of its own: torch has no way back from one kind of setting to the other."""
     script = f"""
 import torch
-from noisygrad.families.rounding import full_precision
+from noisygrad.kernels.precision import full_precision
 cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 {PRECISIONS[how]}
 before = cuda.fp32_precision, cpu.fp32_precision

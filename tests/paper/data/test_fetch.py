@@ -214,8 +214,8 @@ def test_killed_half_way(monkeypatch, site, tmp_path):
     site.claimed["/stall/yacht.txt"] = len(site.pages["/stall/yacht.txt"]) + 1
     program = f"""
 import dataclasses
-from noisygrad.data.catalogue import DATA_SETS
-from noisygrad.data.fetch import fetch
+from noisygrad_paper.data.catalogue import DATA_SETS
+from noisygrad_paper.data.fetch import fetch
 DATA_SETS["yacht"] = dataclasses.replace(DATA_SETS["yacht"], address={DATA_SETS["yacht"].address!r})
 fetch("yacht", {str(tmp_path)!r})
 """
