@@ -16,10 +16,12 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_tool(*arguments: str) -> None:
+def run_tool(*arguments: str) -> str:
+    """What a tool prints, if it is content."""
     done = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.fail(f"{' '.join(arguments)}\n{done.stdout}{done.stderr}", pytrace=False)
+    return done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -33,7 +35,13 @@ def test_tool_is_content(arguments):
 
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed")
 def test_documentation_builds(tmp_path):
-    run_tool("mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site"))
+    # Not quietly: what is not printed is not counted either, and strict would let it pass.
+    output = run_tool("mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site"))
+    assert [line for line in output.splitlines() if line.startswith(("WARNING", "ERROR"))] == []
+    page = (tmp_path / "site" / "api" / "index.html").read_text(encoding="utf-8")
+    named = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(set(named)) == len(named) > 40
+    assert [module for module in named if f'id="{module}.' not in page] == []
 
 
 @functools.cache
