@@ -1,7 +1,7 @@
 """The public names of the library with their signatures, one per line: `python tests/house/api.py [--write]`.
 
-With `--write` they go into api.txt, which a test compares; without it they are printed. An object is written out once: an
-arrow leads there from its other names. Methods that a class has from another public class stand with that one alone.
+With `--write` they go into api.txt, which a test compares; without it they are printed. An object is written out once:
+an arrow leads there from its other names. Methods that a class has from another public class stand with that one alone.
 """
 
 from __future__ import annotations
