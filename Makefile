@@ -22,12 +22,12 @@ test: export OMP_NUM_THREADS ?= 1
 test: $(TOOLS)  ## the whole suite, with ruff, mypy and the documentation's build among its tests
 	$(BIN)/python -m pytest -n 2
 
-lint: $(TOOLS)  ## ruff and mypy alone
+lint: $(TOOLS)  ## ruff and mypy alone, in seconds
 	$(BIN)/python -m ruff check
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy --strict
 
-docs: $(TOOLS)  ## the documentation, into site/
+docs: $(TOOLS)  ## the documentation, into site/; a warning fails
 	$(BIN)/python -m mkdocs build --strict
 
 bench: $(BENCH)  ## time the optimisers against their peers (ARGS="--output FILE" keeps the figures)

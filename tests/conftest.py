@@ -10,6 +10,7 @@ from torch import Tensor
 
 from noisygrad.kernels import products
 
+pytest.register_assert_rewrite("support")  # before a test imports it, so that its assertions say what they saw
 torch.set_num_threads(1)  # the suite runs in several processes and its networks are tiny
 
 REAL_DATA = os.environ.get("NOISYGRAD_DATA", "")

@@ -128,6 +128,13 @@ def test_bernoulli_mixture() -> None:
     assert float(extreme.log_prob(torch.zeros(1))) == pytest.approx(-200)
 
 
+@pytest.mark.parametrize("kind", [BernoulliPrediction, CategoricalPrediction])
+def test_draws_that_agree_have_no_information_left_not_even_less_than_none(kind: type[Prediction]) -> None:
+    information = kind(normal(1, 1000, 3).float().expand(7, 1000, 3)).mutual_information
+    assert float(information.min()) == 0.0
+    assert float(information.max()) < 1e-5
+
+
 def test_poisson_mixture() -> None:
     log_rate = 1 + normal(6, 4, 1)
     prediction = PoissonPrediction(log_rate)

@@ -5,13 +5,13 @@ import warnings
 
 import pytest
 import torch
-from test_report import check_stands_alone
 from typer.testing import CliRunner
 
 from noisygrad import __version__
 from noisygrad.cli import demo_fits as demo
 from noisygrad.cli.demo_fits import FAMILIES, METHODS, DemoConfig
 from noisygrad.cli.main import main
+from support.pages import check_stands_alone
 
 runner = CliRunner()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from noisygrad.families import dense, kronecker
 from noisygrad.kernels.triangles import times_large_lower
-from support.algebra import (
+from support.families import (
     CASES,
     chain_prior,
     chain_statistics,
@@ -77,6 +79,19 @@ def test_exact_as_prior() -> None:
     white = precision.as_prior()
     recovered = precision.left.mT @ white.outputs @ precision.left
     close(recovered.diagonal(dim1=-2, dim2=-1), precision.spectrum.mean(-1))
+    recovered = precision.right.mT @ white.inputs @ precision.right
+    share = precision.spectrum.mean(-2) / precision.spectrum.mean((-2, -1))[..., None]
+    close(recovered.diagonal(dim1=-2, dim2=-1), share)
+
+
+def test_a_draw_does_not_depend_on_the_signs_of_eigenvectors() -> None:
+    """Those follow the last digit; the same noise must give the same weights on another machine."""
+    _, precision = CASES["kronecker-exact"](1, (2,), False, 0.1)
+    noise = normal(2, 2, precision.to_dense().shape[-1])
+    flip = torch.ones(precision.left.shape[-1]).double().index_fill(0, torch.tensor([0, 2]), -1.0)
+    other = dataclasses.replace(precision, left=precision.left * flip, left_basis=precision.left_basis * flip)
+    close(other.solve(noise), precision.solve(noise))
+    close(other.sample(noise), precision.sample(noise))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -122,7 +137,7 @@ def test_without_terms_still_samples_and_says_what_it_cannot(name: str) -> None:
     close(stripped.solve(noise), precision.solve(noise))
     close(stripped.trace(prior), precision.trace(prior))
     for unavailable in (lambda: stripped.quad(noise), stripped.to_dense, stripped.as_prior):
-        with pytest.raises(RuntimeError, match="without_terms"):
+        with pytest.raises(RuntimeError, match="drop_terms"):
             unavailable()
 
 

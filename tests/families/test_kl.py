@@ -11,7 +11,7 @@ from torch.distributions import MultivariateNormal
 from noisygrad.families import dense, diagonal, kronecker, tridiagonal
 from noisygrad.families.base import Statistics
 from noisygrad.families.kl import kl_divergence, log_prob
-from support.algebra import CASES, close, columns, few, for_every_case, for_every_prior_like_case, normal, seeds
+from support.families import CASES, close, columns, few, for_every_case, for_every_prior_like_case, normal, seeds
 
 
 def gaussian(mean: Tensor, precision: Tensor) -> MultivariateNormal:

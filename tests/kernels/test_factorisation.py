@@ -16,7 +16,7 @@ from torch import Tensor
 from noisygrad.families import dense, diagonal, kronecker, tridiagonal
 from noisygrad.kernels.factorisation import FactorisationError, condition_number, inverse_root, symmetric_eigh
 from noisygrad.kernels.products import second_moment
-from support.algebra import (
+from support.families import (
     CASES,
     chain_prior,
     chain_statistics,
@@ -272,6 +272,25 @@ def test_a_pivot_below_the_damping_is_rounding_even_if_cholesky_succeeds() -> No
         root, logdet = inverse_root(torch.diag(torch.tensor([1.0, 1e-9])), 1e-6)
     close(root @ root.mT, torch.diag(torch.tensor([1.0, 1e6])), 1e-5)
     close(logdet, torch.tensor(1e-6).log(), 1e-5)
+
+
+@pytest.mark.parametrize("as_matrix", [False, True], ids=["columns", "matrix"])
+def test_a_dense_pivot_below_prior_and_damping_is_rounding(as_matrix: bool) -> None:
+    """Prior and damping guarantee it together: the repair lifts what is below their sum."""
+    values = torch.full((2,), 1e-6)
+    prior = dense.Prior(torch.diag(values), diagonal=False) if as_matrix else dense.Prior(values, diagonal=True)
+    statistics = dense.Statistics(torch.diag(torch.tensor([1.0, -9.7e-5])))  # as far below 0 as rounding may lead
+    with pytest.warns(RuntimeWarning, match="1e-04"):
+        precision = statistics.factorise(prior, 1e-4)
+    assert precision.sample(torch.eye(2)).square().sum(0)[1] <= 1.01e4
+
+
+def test_factors_of_very_different_size_stay_finite() -> None:
+    """π, which balances them, is bounded: times a strong prior it would overflow."""
+    statistics = kronecker.Statistics(torch.eye(3) * 1e37, torch.eye(2) * 1e-37)
+    precision = statistics.factorise(kronecker.Prior.from_columns(torch.full((3,), 1e3), 2))
+    for result in (precision.sample(torch.eye(6)), precision.solve(torch.eye(6)), precision.logdet()):
+        assert torch.isfinite(result).all()
 
 
 def test_layers_that_are_perfectly_correlated_after_rounding_stay_finite() -> None:

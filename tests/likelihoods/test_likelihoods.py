@@ -92,6 +92,7 @@ def test_nll_is_the_batch_mean_of_log_prob_and_replicas_are_a_loop(
     log_prob = likelihood.log_prob(f, y)
     assert log_prob.shape == (*replicas, 5)
     torch.testing.assert_close(likelihood.nll(f, y), -log_prob.mean(-1).sum())
+    torch.testing.assert_close(likelihood.predictive(f.unsqueeze(0)).log_prob(y), log_prob)
     factor = likelihood.output_fisher_factor(f)
     assert factor.shape[1:] == f.shape
     single = fresh(likelihood)

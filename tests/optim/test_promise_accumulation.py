@@ -68,13 +68,17 @@ def test_two_samples_equal_two_contexts(kind):
     data = batches(4)
     models = [mlp(), mlp(), mlp()]
     two, explicit, one = (make(kind, model, mc_samples=count) for model, count in zip(models, (2, 1, 1), strict=True))
-    train(two, models[0], data)
+    losses = train(two, models[0], data)
     train(one, models[2], data)
-    for x, y in data:
+    for (x, y), expected in zip(data, losses, strict=True):
+        seen = []
         for _ in range(2):
             with explicit.sampled() as draw:
-                draw.nll(models[1](x), y).backward()
+                loss = draw.nll(models[1](x), y)
+                loss.backward()
+                seen.append(loss.item())
         explicit.step()
+        assert expected == pytest.approx(sum(seen) / 2, rel=1e-12)
     compare_optimizers(two, explicit)
     assert (two.weights.mean.flat - one.weights.mean.flat).abs().max() > 1e-6
 

@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from noisygrad.kernels.averages import average_
 from torch import Tensor, nn
 
 import noisygrad as ng
 from noisygrad.algorithm import stacks
 from noisygrad.algorithm.covariance import Covariance
-from noisygrad.kernels.averages import average_
 from noisygrad.kernels.factorisation import FactorisationError, deferred, inverse_root
 from support.compare import tensors_of
 

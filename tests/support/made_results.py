@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from noisygrad_paper.experiments.cells import Cell, Results
-from noisygrad_paper.report import paper
+from noisygrad_paper.report import image_aims, paper
+from noisygrad_paper.report.study import Study
 
 VERSIONS = {"python": "3.11.2", "noisygrad": "0.1.0", "torch": "2.13.0"}
 
@@ -111,6 +112,10 @@ def classified(method: str, replicate: int, metrics: dict, data: str = "cifar10"
     config = {"epochs": 150, "augment": augment, "batch_norm": batch_norm, "kl_weight": 0.1 if augment else 0.5}
     values = {"experiment": "classification", "config": config, "seconds": 900.0}
     return cell(data, method, replicate, metrics, **{**values, **changes})
+
+
+def study_of(*cells: Cell) -> Study:
+    return Study(cells, image_aims.ORDER)
 
 
 def trained(method: str, replicate: int, accuracy: float, ece: float, data: str = "cifar10") -> Cell:

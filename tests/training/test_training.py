@@ -14,27 +14,13 @@ from noisygrad.training import Annealed, CheckpointError, CosineDecay, EpochReco
 from noisygrad.training import progress as progress_module
 from noisygrad.training.batches import TensorBatches
 from noisygrad.training.progress import Bar, Lines, Reporter, reporter
-from support.small_runs import fresh, toy
+from support.toy_training import assert_same, fresh, snapshot, toy
 
 
 @pytest.fixture(autouse=True)
 def _on_one_thread():
     with one_thread():
         yield
-
-
-def snapshot(optimizer):
-    posterior = optimizer.posterior()
-    tensors = {f"mean.{name}": tensor for name, tensor in posterior.mean.items()}
-    for block, statistics in posterior.statistics.items():
-        tensors |= {f"{block}.{name}": tensor for name, tensor in statistics.tensors().items()}
-    return tensors | {f"noise.{name}": tensor for name, tensor in posterior.likelihood.state_dict().items()}
-
-
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
 
 
 def test_trains_and_records():

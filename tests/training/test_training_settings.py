@@ -5,7 +5,7 @@ import torch
 
 from noisygrad.training import train
 from noisygrad.training.checkpoint import CheckpointError
-from support.small_runs import fresh, toy
+from support.toy_training import fresh, toy
 
 
 def test_a_checkpoint_of_other_settings_or_more_epochs_is_refused_before_anything_changes(tmp_path):

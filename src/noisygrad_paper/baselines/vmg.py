@@ -79,7 +79,7 @@ def matrix_kl(
 ) -> Tensor:
     """KL(MN(M, U, V) ‖ N(0, 1/τ)) in nats, `[...]`, averaged over q(τ): E[τ] is `precision`, E[log τ] `log_precision`.
 
-    ½ {E[τ] · (‖M‖² + Σu Σv) − n(1 + E[log τ]) − n_out Σ log u − n_in Σ log v}, n = n_in · n_out.
+    `½[E[τ] (‖M‖² + Σu Σv) − n (1 + E[log τ]) − n_out Σ log u − n_in Σ log v]`, with n = n_in · n_out.
     """
     rows, columns = mean.shape[-2:]
     spread = (2 * log_row_std).exp().sum(-1) * (2 * log_col_std).exp().sum(-1)

@@ -4,7 +4,6 @@ import importlib
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import random
 import sys
@@ -19,6 +18,7 @@ import torch
 
 from noisygrad_paper.experiments import locked_files
 from noisygrad_paper.experiments.cells import Cell, ConfigurationError, Job, Results, ResultsError
+from support.processes import clean_processes
 
 VERSIONS = {"python": "3", "torch": "2"}
 CONFIG = {"epochs": 40, "prior": {"variance": 1.0}, "hidden": [50]}
@@ -66,9 +66,7 @@ def store(folder, method, begin, end, step, barrier):
 @pytest.fixture
 def launch():
     """Start processes that store cells, all at the same moment."""
-    if "fork" not in multiprocessing.get_all_start_methods():
-        pytest.skip("no fork on this system")
-    context = multiprocessing.get_context("fork")
+    context = clean_processes()
     processes = []
 
     def start(*arguments):

@@ -1,7 +1,6 @@
 """Running a plan: only what is missing, in one process or several or on a cluster, and whatever fails on the way."""
 
 import importlib
-import multiprocessing
 import os
 import signal
 import sys
@@ -14,6 +13,7 @@ import torch
 from noisygrad_paper.experiments import runner
 from noisygrad_paper.experiments.cells import ConfigurationError, Job, Results
 from noisygrad_paper.experiments.runner import JobsFailed, run_jobs
+from support.processes import clean_processes
 
 EXPERIMENT = "regression"
 
@@ -146,9 +146,8 @@ def hang_on_wine(wanted, report):
     return cells_of(wanted)
 
 
-@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork on this system")
 def test_kill_and_the_same_command_end_like_an_uninterrupted_run(results):
-    process = multiprocessing.get_context("fork").Process(target=run_jobs, args=(PLAN, hang_on_wine, results))
+    process = clean_processes().Process(target=run_jobs, args=(PLAN, hang_on_wine, results))
     process.start()
     while len(results.load()) < 3:
         assert process.is_alive()

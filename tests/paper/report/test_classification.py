@@ -4,8 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-from test_report import check_stands_alone
-from test_report_regression import cell_of, paper_source, printed_rows
 
 from noisygrad_paper.experiments.cells import Cell, Results
 from noisygrad_paper.experiments.configurations import CONFIGURATIONS, full_name, heading, parts
@@ -29,15 +27,12 @@ from noisygrad_paper.report.comparison import ACCURACY, IN_STANDARD_ERRORS, RMSE
 from noisygrad_paper.report.figures import Curve, Panel, curve_panels, mean_curve
 from noisygrad_paper.report.image_aims import shortfalls
 from noisygrad_paper.report.page import ReportPage
-from noisygrad_paper.report.study import Study
 from support import made_results
-from support.made_results import classified, trained
+from support.made_results import classified, study_of, trained
+from support.pages import cell_of, check_stands_alone
+from support.paper_source import paper_source, printed_rows
 
 CIFAR = "cifar10"
-
-
-def study_of(*cells: Cell) -> Study:
-    return Study(cells, image_aims.ORDER)
 
 
 def accuracies(method: str, *values: float) -> list[Cell]:

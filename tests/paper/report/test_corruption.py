@@ -1,9 +1,7 @@
 """What corrupted images do, in a table."""
 
-from test_report_classification import study_of
-
 from noisygrad_paper.report.calibration import corruption_table
-from support.made_results import classified
+from support.made_results import classified, study_of
 
 
 def test_corruption_is_compared_at_its_greatest_strength():

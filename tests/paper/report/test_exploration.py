@@ -6,13 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_report import check_stands_alone
 
 from noisygrad_paper.experiments import exploration_conditions as conditions
 from noisygrad_paper.experiments.cells import Cell, Results
 from noisygrad_paper.report import exploration, site
 from noisygrad_paper.report.page import ReportPage
 from support.made_results import cell
+from support.pages import check_stands_alone
 
 ITERATIONS = 6
 

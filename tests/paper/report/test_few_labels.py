@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_report import check_stands_alone
-from test_report_regression import paper_source, printed_rows
 
 from noisygrad_paper.experiments.cells import Cell, Results
 from noisygrad_paper.report import few_labels, paper, site
 from noisygrad_paper.report.comparison import CORRELATION, RMSE_ACTIVE, RMSE_RANDOM, Metric
 from noisygrad_paper.report.page import ReportPage
 from support.made_results import cell
+from support.pages import check_stands_alone
+from support.paper_source import paper_source, printed_rows
 
 
 @pytest.mark.skipif(not paper_source().is_file(), reason="the paper's source is not here: set NOISYGRAD_PAPER to it")

@@ -1,14 +1,12 @@
 import io
 import json
 import math
-import os
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import rich.console
-from test_report import check_stands_alone
 
 from noisygrad_paper.experiments.cells import Results
 from noisygrad_paper.report import image_aims, paper, regression, site
@@ -22,25 +20,10 @@ from noisygrad_paper.report.provenance import common_settings
 from noisygrad_paper.report.reasons import REASONS
 from noisygrad_paper.report.study import Study
 from support import made_results
+from support.pages import cell_of, check_stands_alone
+from support.paper_source import paper_source, printed_rows
 
-ROOT = Path(__file__).resolve().parents[3]
 SHIFTS = {"boston": 1.5, "concrete": 0.5, "energy": -0.5, "kin8nm": -1.5, "power": -2.5}
-
-
-def paper_source() -> Path:
-    return Path(os.environ.get("NOISYGRAD_PAPER", ROOT.parent / "shared" / "paper" / "noisy-natural-gradient.tex"))
-
-
-def printed_rows(label: str) -> dict[str, list[str]]:
-    """The rows of a table of the paper's source, each cell as it is printed."""
-    source = paper_source().read_text(encoding="utf-8")
-    body = source.split(f"\\label{{{label}}}")[1].split("\\midrule")[1].split("\\bottomrule")[0]
-    rows = {}
-    for line in body.strip().split("\\\\"):
-        if line.strip():
-            name, *cells = (re.sub(r"\\textbf\{(.*)\}", r"\1", cell.strip()) for cell in line.split("&"))
-            rows[name.lower().replace("pow. plant", "power")] = [re.sub(r"\s*\$\\pm\$", "±", cell) for cell in cells]
-    return rows
 
 
 @pytest.mark.skipif(not paper_source().is_file(), reason="the paper's source is not here: set NOISYGRAD_PAPER to it")
@@ -199,12 +182,6 @@ def test_reasons_are_about_figures_of_the_paper():
     for (method, data, metric), reason in REASONS.items():
         assert metric in paper.quoted(method, data) or (method, data, metric) in aims
         assert reason.endswith(".")
-
-
-def cell_of(html: str, row: str, column: int) -> str:
-    """The HTML of one place of the first table that has the row."""
-    line = next(line for line in html.splitlines() if f'<th scope="row">{row}</th>' in line)
-    return re.findall(r"<td.*?</td>", line)[column]
 
 
 def test_tables_show_verdicts_gaps_and_failures():
