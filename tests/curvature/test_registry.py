@@ -28,8 +28,8 @@ from support.truth import close, measured_fisher, normal, random_weights
 
 @pytest.fixture(autouse=True)
 def _own_registry() -> Iterator[None]:
-    before = dict(REGISTRY)
     torch.manual_seed(0)
+    before = dict(REGISTRY)
     yield
     REGISTRY.clear()
     REGISTRY.update(before)
@@ -223,8 +223,7 @@ def test_the_check_draws_no_numbers_of_the_users() -> None:
 
     ng.register_layer(Noisy, like=nn.Linear)
     model = nn.Sequential(Noisy(3, 2))
-    x = torch.randn(6, 3)
-    optimizer = ng.NoisyKFAC(model, gaussian(), num_data=20, stats_every=1, seed=0)
+    optimizer, x = ng.NoisyKFAC(model, gaussian(), num_data=20, stats_every=1, seed=0), torch.randn(6, 3)
     torch.manual_seed(5)
     optimizer.step(lambda: (model(x), torch.zeros(6, 2)))
     found = torch.rand(4)
@@ -260,7 +259,7 @@ class Whole(nn.Linear):
         return super().forward(x.view(8, 3))
 
 
-class Chosen(nn.Linear):
+class Chosen(Own):
     """Has more arguments than its input, some of which have a batch."""
 
     def forward(self, x: Tensor, factor: float, shift: Tensor, mask: Tensor) -> Tensor:
@@ -276,12 +275,13 @@ def test_layers_that_need_the_whole_batch_get_it() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = Chosen(3, 2)
+            self.layer = Chosen(3, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x, 1.0, torch.ones(2), mask=torch.ones(8, 1))
+            return self.layer(x, 1.0, torch.ones(4), mask=torch.ones(8, 1))
 
-    assert trained(Model(), x).factors.statistics
+    trained(model := Model(), x)
+    assert model.layer.sizes == [8, 8, 2, 8]
 
 
 def test_examples_without_a_batch_and_other_orders() -> None:
@@ -308,7 +308,7 @@ def test_examples_without_a_batch_and_other_orders() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.last(self.encoder(x.transpose(0, 1)).mean(0))
 
-    assert trained(Text(), torch.randn(5, 3, 4)).factors.statistics
+    assert trained(Text(), torch.randn(2, 3, 4)).factors.statistics
 
 
 def test_narrow_types_have_their_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -355,10 +355,7 @@ DAMAGES: dict[str, tuple[Callable[[dict, dict], object], str]] = {
     "unknown family": (lambda header, _: header.update(family="wavelet"), "family 'wavelet', which"),
     "no data": (lambda header, _: header.update(num_data=0), "num_data"),
     "a parameter in no group": (lambda header, _: header["groups"].popitem(), "group of every parameter"),
-    "unknown likelihood": (
-        lambda header, _: header["likelihood"].update(name="Cauchy"),
-        "'Cauchy'.*register its class",
-    ),
+    "unknown likelihood": (lambda header, _: header["likelihood"].update(name="Cauchy"), "'Cauchy'.*register"),
     "unknown prior": (lambda header, _: header["blocks"][0].update(prior={}), "what prior the block '0' has"),
     **{
         f"no {name}": (lambda _, tensors, name=name: tensors.pop(name), f"damaged: it lacks the tensor '{name}'")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
@@ -54,12 +54,12 @@ def verify_layer(
     call = _Call(module, layer, units, forward, args, kwargs)
     dim = len(units[0].replicas) + units[0].sequence_first
     inputs = call.inputs(args, kwargs)
-    has_batch = inputs.dim() > dim + inputs.is_floating_point() and inputs.shape[dim] >= EXAMPLES
-    try:
-        repeated = call.repeat(dim if has_batch else None)
-    except Exception:  # from a forward that wants the whole batch, or that has its batch elsewhere
-        if not has_batch:
-            raise
+    repeated = None
+    if inputs.dim() > dim + inputs.is_floating_point():
+        # A forward may want the whole batch, or have its batch elsewhere.
+        with suppress(Exception):
+            repeated = call.repeat(dim)
+    if repeated is None:
         repeated = call.repeat(None)
     conclusive = True
     for name, found, true in call.comparisons(repeated):
