@@ -47,7 +47,7 @@ def run(section: str, known: dict[str, Any] | None = None) -> dict[str, Any]:
 
 def kronecker(model: torch.nn.Module) -> list[str]:
     structure = ng.NoisyKFAC(model, ng.Gaussian(), num_data=8).structure
-    return [block.name for block in structure.blocks if block.family == "kronecker"]
+    return [block.name for block in structure.blocks if block.family.name == "kronecker"]
 
 
 def test_layers(capsys: pytest.CaptureFixture[str]) -> None:

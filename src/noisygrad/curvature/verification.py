@@ -15,7 +15,7 @@ from noisygrad.curvature.passes import Batch
 from noisygrad.curvature.registry import Layer
 from noisygrad.families.units import Unit
 from noisygrad.kernels.factorisation import capturing
-from noisygrad.kernels.host import own_random_numbers
+from noisygrad.kernels.random import own_random_numbers
 
 EXAMPLES = 2
 """How many examples of a batch are looked at."""

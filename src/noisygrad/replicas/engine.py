@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from noisygrad.kernels.random import epoch_generator
 from noisygrad.optim.execution import Replay
 from noisygrad.replicas.learner import Learner
-from noisygrad.training.batches import epoch_generator
 
 Execution = Literal["auto", "eager", "compiled", "captured"]
 OnEpoch = Callable[[int], None]

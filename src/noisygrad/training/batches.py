@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from noisygrad.kernels.random import epoch_generator
 from noisygrad.posterior.inputs import Inputs, moved, moved_inputs
 
 Batch = tuple[Inputs, Tensor]
@@ -129,12 +129,6 @@ class LoaderBatches:
             except TypeError:
                 raise _unsuitable(batch) from None
             yield (x, y), y.shape[self._lead]
-
-
-def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """The generator of one epoch's order."""
-    words = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)
-    return torch.Generator().manual_seed(int(words[0] >> np.uint64(1)))
 
 
 def _examples(x: Tensor, y: Tensor, replicas: torch.Size) -> int:
