@@ -46,8 +46,7 @@ def examples(seed: int, shape: tuple[int, ...], positions: int, outputs: int = O
 
 def measure(activations: Tensor, gradients: Tensor, constant: bool, current: eigen.Statistics) -> eigen.Statistics:
     """What the family makes of one pass through a layer."""
-    inputs, outputs = activations.shape[-1] + constant, gradients.shape[-1]
-    unit = Unit("layer", "matrix", outputs, inputs, (Slot("layer", 0, inputs),), "Linear", constant=constant)
+    unit = Unit("layer", "matrix", OUT, IN, (Slot("layer", 0, IN),), "Linear")
     return eigen.EIGEN.measure([unit], {"layer": MatrixPass(activations, gradients, constant)}, current)
 
 
@@ -87,9 +86,6 @@ def dense_prior(prior: kronecker.Prior, batch: tuple[int, ...]) -> Tensor:
 
 for_every_prior = pytest.mark.parametrize("kind", PRIORS)
 for_every_batch = pytest.mark.parametrize("batch", BATCHES, ids=str)
-
-
-# What a precision does
 
 
 @for_every_prior
@@ -229,9 +225,6 @@ def test_as_prior_keeps_the_means_of_the_spectrum() -> None:
     inputs = torch.einsum("rij,rik,rkj->rj", statistics.right, white.inputs, statistics.right)
     for dim in (-1, -2):
         close((rows[..., :, None] * inputs[..., None, :]).mean(dim), (statistics.fisher + 1.0).mean(dim))
-
-
-# What is measured
 
 
 @for_every_prior

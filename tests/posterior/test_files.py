@@ -1,0 +1,120 @@
+"""Files of a posterior that are damaged, of something else, or of another model."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector
+
+import noisygrad as ng
+from noisygrad.posterior.loading import HEADER
+from support.fitted_posterior import fitted, mlp, vector
+
+
+def spoilt(path: Path, change: Callable[[dict, dict], object]) -> None:
+    with safetensors.safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()["noisygrad_posterior"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    change(header, tensors)
+    safetensors.torch.save_file(tensors, path, metadata={"noisygrad_posterior": json.dumps(header)})
+
+
+MISTAKES: dict[str, tuple[Callable[[Path], object], Callable[[], nn.Module], str]] = {
+    "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-7]), mlp, "truncated"),
+    "cut in its header": (lambda p: p.write_bytes(p.read_bytes()[:100]), mlp, "truncated"),
+    "empty": (lambda p: p.write_bytes(b""), mlp, "truncated"),
+    "random bytes": (lambda p: p.write_bytes(bytes(range(256)) * 9), mlp, "not a safetensors file"),
+    "another file": (lambda p: safetensors.torch.save_file({"a": torch.ones(2)}, p), mlp, "not a noisygrad posterior"),
+    "newer": (lambda p: spoilt(p, lambda header, _: header.update(format=99)), mlp, "format 99.*upgrade"),
+    "another model": (
+        lambda p: None,
+        lambda: nn.Sequential(*list(mlp())[:-1], nn.Linear(3, 1)),
+        r"another model: parameter '5\.(weight|bias)'",
+    ),
+    "other layers": (
+        lambda p: None,
+        lambda: nn.Sequential(*list(mlp())[:3], nn.GroupNorm(3, 3), nn.Tanh(), Transposed(3, 2)),
+        "another model: its layers differ",
+    ),
+    "other buffers": (lambda p: None, lambda: with_buffer(mlp()), "another model: its buffers differ"),
+}
+
+
+class Transposed(nn.Module):
+    """Parameters of a Linear's names and shapes in a layer that is none."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(outputs, inputs))
+        self.bias = nn.Parameter(torch.ones(outputs))
+
+
+def with_buffer(model: nn.Module) -> nn.Module:
+    model.register_buffer("more", torch.ones(2))
+    return model
+
+
+def filled(tensors: dict[str, torch.Tensor], name: str, value: float) -> None:
+    tensors[name] = torch.full_like(tensors[name], value)
+
+
+DAMAGES: dict[str, tuple[Callable[[dict, dict], object], str]] = {
+    **{
+        f"no {name}": (lambda header, _, name=name: header.pop(name), f"posterior.safetensors is damaged.*lacks {name}")
+        for name in HEADER
+    },
+    "unknown family": (lambda header, _: header.update(family="wavelet"), "family 'wavelet', which"),
+    "no data": (lambda header, _: header.update(num_data=0), "num_data"),
+    "a parameter in no group": (lambda header, _: header["groups"].popitem(), "group of every parameter"),
+    "unknown likelihood": (lambda header, _: header["likelihood"].update(name="Cauchy"), "'Cauchy'.*register"),
+    "unknown prior": (lambda header, _: header["blocks"][0].update(prior={}), "what prior the block '0' has"),
+    **{
+        f"no {name}": (lambda _, tensors, name=name: tensors.pop(name), f"damaged: it lacks the tensor '{name}'")
+        for name in ("mean", "prior_mean", "statistics/0/inputs", "prior/5/outputs")
+    },
+    **{
+        f"NaN in {name}": (lambda _, tensors, name=name: filled(tensors, name, math.nan), f"'{name}' has NaN")
+        for name in ("mean", "prior_mean", "statistics/5/outputs", "prior/0/inputs", "likelihood/noise_rate")
+    },
+    "no rate": (lambda _, tensors: tensors.pop("likelihood/noise_rate"), "damaged: its likelihood"),
+    "a short mean": (lambda _, tensors: tensors.update(mean=tensors["mean"][:-1].clone()), "'mean' is of shape"),
+    "a small prior": (lambda _, tensors: tensors.update({"prior/0/inputs": torch.ones(1)}), "'prior/0/inputs' is of"),
+}
+MISTAKES |= {
+    name: (lambda path, change=change: spoilt(path, change), mlp, message)
+    for name, (change, message) in DAMAGES.items()
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_bad_files_leave_the_model_alone(name: str, tmp_path: Path) -> None:
+    spoil, make, message = MISTAKES[name]
+    path = tmp_path / "posterior.safetensors"
+    fitted("kronecker", likelihood=ng.Gaussian())[0].save(path)
+    spoil(path)
+    model = make().double()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        ng.load_posterior(path, model)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+def test_another_family_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "posterior.safetensors"
+    fitted("kronecker")[0].save(path)
+    model = mlp().double()
+    before = vector({n: p.detach().clone() for n, p in model.named_parameters()})
+    with pytest.raises(ValueError, match="'kronecker', not 'full'"):
+        ng.load_posterior(path, model, family="full")
+    assert torch.equal(parameters_to_vector(model.parameters()), before)
+    with pytest.raises(FileNotFoundError):
+        ng.load_posterior(tmp_path / "absent", model)
