@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -22,6 +21,7 @@ from noisygrad.likelihoods import Likelihood
 from noisygrad.optim.accumulate import Accumulated
 from noisygrad.optim.finite import FiniteGuard
 from noisygrad.optim.options import Options
+from noisygrad.optim.user_warning import warn_user
 from noisygrad.posterior.structure import Structure
 
 Closure = Callable[[], tuple[Tensor, Tensor] | Tensor]
@@ -207,12 +207,11 @@ class BatchMeasurement:
             return
         self._warned = True
         names = ", ".join(repr(name) for name in uncalled[:4]) + (", …" if len(uncalled) > 4 else "")
-        warnings.warn(
+        warn_user(
             f"{names}: the loss depends on the weights of {'this layer' if len(uncalled) == 1 else 'these layers'}, "
             "but not by calling the layer (F.linear(x, layer.weight) does so, for example). The Fisher sees layers "
             "that are called, so the posterior of these weights will be the prior. Call the layer, or make the weight "
-            "an nn.Parameter of a module of your own, which gets a diagonal block",
-            stacklevel=7,
+            "an nn.Parameter of a module of your own, which gets a diagonal block"
         )
 
 
@@ -225,10 +224,9 @@ def half_of(examples: int, advice: str) -> int:
     """How many examples statistics are taken from when memory did not suffice for this many; with a warning."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    warnings.warn(
+    warn_user(
         f"out of memory while taking statistics: from now on they are taken from {examples // 2} examples of a batch. "
-        f"{advice}",
-        stacklevel=3,
+        f"{advice}"
     )
     return examples // 2
 

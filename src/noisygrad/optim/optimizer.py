@@ -9,7 +9,6 @@ checks at the next refresh of the factors. Conventions: `docs/conventions.md`.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, overload
@@ -30,6 +29,7 @@ from noisygrad.optim.fisher import Closure
 from noisygrad.optim.options import FisherPass, GroupPatterns, Options, Schedule, check_arguments, check_rates
 from noisygrad.optim.state import OptimizerState
 from noisygrad.optim.update import ParamGroups, Scaling
+from noisygrad.optim.user_warning import warn_user
 from noisygrad.posterior.coverage import Coverage
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
@@ -390,10 +390,9 @@ class NoisyOptimizer(torch.optim.Optimizer):
         """A closure has called `backward` by itself and returned its loss."""
         if not isinstance(loss, Tensor):
             raise TypeError(f"the closure must return (output, target), or a loss; it returned {type(loss).__name__}")
-        warnings.warn(
+        warn_user(
             "the closure returned a loss, not (output, target): the Fisher is then the empirical one, which is a worse "
-            "approximation. Return (model(x), y) for the true Fisher",
-            stacklevel=9,
+            "approximation. Return (model(x), y) for the true Fisher"
         )
         if all(gradient is None for gradient in self._gradients()):
             raise RuntimeError("the closure returned a loss without having called backward() on it")
