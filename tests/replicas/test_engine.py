@@ -226,9 +226,7 @@ def test_a_factorisation_that_fails_keeps_the_old_one():
     assert isinstance(learner, NoisyLearner)
     before = {name: tensor.clone() for name, tensor in samplers(learner)[0].tensors().items()}
     first = next(iter(learner.covariance.statistics.values()))
-    first.inputs[1] = torch.diag(
-        torch.tensor([9.0, -5.0, 1.0, 1.0], dtype=torch.float64)
-    )
+    first.inputs[1] = torch.diag(torch.tensor([9.0, -5.0, 1.0, 1.0], dtype=torch.float64))
     first.inputs[0] *= 2.0
     learner.refresh_()
     after = samplers(learner)[0].tensors()

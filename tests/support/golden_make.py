@@ -1,6 +1,6 @@
 """Writes `golden_numbers.npz`: what all runs of `golden_runs.py` gave when the file was made.
 
-`python -m support.golden_make`, run in tests/, makes the file anew: only where results are meant to change, and then with
+`python -m support.golden_make`, run in tests/, makes the file anew: only where results are meant to change, and with
 a commit that says why.
 """
 
