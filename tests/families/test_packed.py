@@ -223,8 +223,8 @@ def test_whatever_ends_a_refresh_leaves_all_as_it_was(stacked, error, monkeypatc
             raise error
         return factorise(*arguments, **keywords)
 
-    factorise = optimizer.covariance._factorise
-    monkeypatch.setattr(optimizer.covariance, "_factorise", interrupted)
+    factorise = optimizer.covariance._of
+    monkeypatch.setattr(optimizer.covariance, "_of", interrupted)
     with pytest.raises(error):
         train_on(optimizer, (), seed=3, steps=1)
     for name, tensor in tensors_of(optimizer.state_dict()).items():

@@ -120,7 +120,7 @@ def test_each_group_has_its_own_settings(kind, mode):
     for layer, settings in zip("024", everywhere, strict=True):
         alone = first_steps(separate, settings)
         name = f"{layer}.weight"
-        assert torch.equal(mixed.mean.as_dict()[name], alone.mean.as_dict()[name])
+        assert torch.equal(mixed.weights.mean.as_dict()[name], alone.weights.mean.as_dict()[name])
         if settings.get("momentum") != 0.0:
             velocities = [o.update.mean.momentum.average[in_group(o, name)] for o in (mixed, alone)]
             assert torch.equal(*velocities)
@@ -365,8 +365,8 @@ def test_parameters_changed_between_steps_are_the_mean(kind, change):
     for model, optimizer in zip(models, (changed, known), strict=True):
         train(optimizer, model, data[:2])
     with torch.no_grad():
-        known.mean.load_dict_(dict(target.named_parameters()))
-        known.mean.write_parameters_()
+        known.weights.mean.load_dict_(dict(target.named_parameters()))
+        known.weights.mean.write_parameters_()
         if change == "load_state_dict":
             models[0].load_state_dict(target.state_dict())
         for p, q in zip(models[0].parameters(), target.parameters(), strict=True):

@@ -1,4 +1,4 @@
-"""The way a step takes on a GPU, walked on a CPU: its numbers are tensors, its pieces are handed to `GraphCache`."""
+"""The way a step takes on a GPU, walked on a CPU: its numbers are tensors, its pieces are recorded and replayed."""
 
 import contextlib
 import types
@@ -6,79 +6,51 @@ import types
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 import noisygrad as ng
 from noisygrad.algorithm import stacks
 from noisygrad.algorithm.covariance import Covariance
 from noisygrad.optim import execution as graphs
+from support.compare import each_optimizer, tensors_of
+from support.replay_executor import ReplayExecutor, replayed
 
 STEPS = 24
-X, Y = torch.randn(8, 2, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3)), torch.arange(8) % 3
+LARGE_GRADIENTS = 4.0
+"""The scale that a GradScaler is at."""
 
 
-class Recording(TorchDispatchMode):
-    """The operations that are run inside, with their tensors."""
-
-    def __init__(self):
-        super().__init__()
-        self._operations = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten._local_scalar_dense.default:
-            raise AssertionError("a number is read on the host, which a graph cannot do")
-        made = function(*args, **(kwargs or {}))
-        self._operations.append((function, args, kwargs or {}, made))
-        return made
-
-    def replay(self):
-        """The same operations on the same tensors: what a Python function would do otherwise now, it does not do."""
-        for function, args, kwargs, made in self._operations:
-            given = {place(tensor) for tensor in tree_flatten((args, kwargs))[0] if isinstance(tensor, torch.Tensor)}
-            again = function(*args, **kwargs)
-            for old, new in zip(tree_flatten(made)[0], tree_flatten(again)[0], strict=True):
-                if isinstance(old, torch.Tensor) and place(old) not in given:  # neither a view nor in place
-                    old.copy_(new)
+def images():
+    body = [nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3), nn.Flatten(), nn.Linear(32, 3)]
+    return nn.Sequential(*body), ng.Categorical(), (2, 6, 6), ()
 
 
-def place(tensor):
-    return tensor.untyped_storage().data_ptr()
+def learned_noise():
+    return ng.networks.MLP(3, (5, 4), 2), ng.Gaussian(), (3,), ()
 
 
-class Recorder:
-    """What `GraphCache` does on a GPU: the work itself at first, then a recording, again and again."""
-
-    def __init__(self):
-        self.names, self.keys, self._entries = [], set(), {}
-
-    def run(self, name, key, work):
-        self.names.append(name)
-        self.keys.add(key)
-        if self._entries.get(name, (None,))[0] != key:
-            self._entries[name] = [key, 0, None]
-        entry = self._entries[name]
-        entry[1] += 1
-        if entry[1] <= graphs.WARM_UPS:
-            work()
-        elif entry[2] is None:
-            with Recording() as entry[2]:
-                work()
-        else:
-            entry[2].replay()
+def replicas():
+    return ng.networks.ReplicatedMLP((2,), 3, (5,), 2), ng.Gaussian(noise_variance=0.5), (3,), (2,)
 
 
-def made(family, monkeypatch, *, gpu, **options):
-    torch.manual_seed(0)
-    body = [nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 3)]
-    model = nn.Sequential(*body).double()
-    settings = {"lr": 1e-2, "damping": 1e-3, "momentum_mode": "heavy_ball", **options}
-    optimizer = family(model, ng.Categorical(), num_data=100, stats_every=2, factor_every=4, seed=1, **settings)
-    if gpu:
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        optimizer.device = optimizer.guard._device = types.SimpleNamespace(type="cuda")
-        optimizer.update._executor = Recorder()
-    return model, optimizer
+def batch(model, shape, lead, step):
+    """Other numbers at every step: what is recorded must not remember them."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(*lead, 8, *shape, generator=generator, dtype=torch.float64)
+    if len(shape) == 3:
+        return x, torch.randint(3, (8,), generator=generator)
+    return x, torch.sin(x[..., :2] * 2.0)
+
+
+def made(kind, monkeypatch, *, replay, problem=images, **options):
+    with monkeypatch.context() as patch:
+        if replay:
+            replayed(patch)
+        torch.manual_seed(0)
+        model, likelihood, *sizes = problem()
+        model = model.double()
+        settings = {"lr": 1e-2, "damping": 1e-3, "momentum_mode": "heavy_ball", "seed": 1, **options}
+        optimizer = kind(model, likelihood, num_data=100, stats_every=2, factor_every=4, **settings)
+    return model, optimizer, lambda step: batch(model, *sizes, step)
 
 
 def weights(model):
@@ -109,28 +81,90 @@ def change_nothing(optimizer, step):
     pass
 
 
+def same_both_ways(found):
+    """Weights and everything that belongs to the state."""
+    (_, usual), (_, replay) = found
+    assert isinstance(replay.update._executor, ReplayExecutor)
+    assert replay.update._executor.replays > 0
+    assert not usual.update._executor.deferred
+    mine, theirs = (tensors_of(optimizer.state_dict()) for optimizer in (replay, usual))
+    assert mine.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        if "–" not in name or "/factors/" not in name:  # eigenvectors have no sign of their own
+            torch.testing.assert_close(
+                mine[name], tensor, rtol=1e-10, atol=1e-12, msg=lambda text, n=name: f"{n} {text}"
+            )
+    torch.testing.assert_close(weights(replay.model), weights(usual.model), rtol=0, atol=1e-12)
+    for name, tensor in usual.likelihood.state_dict().items():
+        torch.testing.assert_close(replay.likelihood.state_dict()[name], tensor, rtol=1e-12, atol=1e-12)
+
+
 CHANGES = [change_nothing, change_rates, change_damping_and_momentum, move_weights, load_state]
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("options", [{}, {"mc_samples": 2}, {"momentum_mode": "average"}], ids=str)
-@pytest.mark.parametrize("family", [ng.NoisyAdam, ng.NoisyKFAC])
-def test_both_ways_end_at_the_same_place(family, options, change, monkeypatch):
+@each_optimizer
+def test_both_ways_end_at_the_same_place(kind, options, change, monkeypatch):
     monkeypatch.setattr(stacks, "DEVICES", {"cpu"})
     found = []
-    for gpu in (False, True):
-        model, optimizer = made(family, monkeypatch, gpu=gpu, **options)
+    for replay in (False, True):
+        model, optimizer, data = made(kind, monkeypatch, replay=replay, **options)
         for step in range(STEPS):
             change(optimizer, step)
-            optimizer.step(lambda model=model: (model(X), Y))
-        found.append(weights(model))
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-12)
+            x, y = data(step)
+            optimizer.step(lambda model=model, x=x, y=y: (model(x), y))
+        found.append((model, optimizer))
+    same_both_ways(found)
+
+
+OPTIONS = [
+    {"kl_clip": lambda step: 1e-3 / step},
+    {"kl_clip": lambda step: 1e-4 if step < STEPS // 2 else 1e-6, "fisher_decay": lambda step: 1 - 1 / (step + 1)},
+    {"noise": False},
+    {"prior_variance": 0.3, "momentum": 0.0, "momentum_mode": "average"},
+    {"fisher_start": "fading", "fisher_floor": 0.1},
+    {"lr": torch.tensor(0.02)},
+]
+
+
+@pytest.mark.parametrize("problem", [images, learned_noise, replicas])
+@pytest.mark.parametrize("options", OPTIONS, ids="-".join)
+@each_optimizer
+def test_schedules_replicas_and_learned_noise_are_the_same_both_ways(kind, options, problem, monkeypatch):
+    found = []
+    for replay in (False, True):
+        model, optimizer, data = made(kind, monkeypatch, replay=replay, problem=problem, **options)
+        for step in range(STEPS):
+            x, y = data(step)
+            optimizer.step(lambda model=model, x=x, y=y: (model(x), y))
+        found.append((model, optimizer))
+    same_both_ways(found)
+
+
+@pytest.mark.parametrize("problem", [images, learned_noise, replicas])
+@each_optimizer
+def test_what_a_grad_scaler_skips_is_the_same_both_ways(kind, problem, monkeypatch):
+    found = []
+    for replay in (False, True):
+        model, optimizer, data = made(kind, monkeypatch, replay=replay, problem=problem, kl_clip=1e-3)
+        for step in range(STEPS):
+            x, y = data(step)
+            with optimizer.sampled() as draw:
+                (draw.nll(model(x), y).sum() * LARGE_GRADIENTS).backward()
+            skip, before = step % 5 == 3, weights(model)
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(LARGE_GRADIENTS), torch.tensor(float(skip))
+            optimizer.step()
+            del optimizer.grad_scale, optimizer.found_inf
+            assert torch.equal(weights(model), before) == skip
+        found.append((model, optimizer))
+    same_both_ways(found)
 
 
 def test_factors_that_were_brought_together_anew_are_another_place(monkeypatch):
     """After a refresh that failed, the next one makes new stacks."""
     monkeypatch.setattr(stacks, "DEVICES", {"cpu"})
-    _, optimizer = made(ng.NoisyKFAC, monkeypatch, gpu=False)
+    _, optimizer, _ = made(ng.NoisyKFAC, monkeypatch, replay=False)
     factors = optimizer.covariance
     real = Covariance._store
     monkeypatch.setattr(Covariance, "_store", lambda self, block, new: real(self, block, new) or fail())
@@ -148,14 +182,17 @@ def fail():
 
 
 def test_what_is_replayed(monkeypatch):
-    model, optimizer = made(ng.NoisyKFAC, monkeypatch, gpu=True)
-    replays = optimizer.update._executor
+    model, optimizer, data = made(ng.NoisyKFAC, monkeypatch, replay=True)
+    executor = optimizer.update._executor
+    x, y = data(0)
     for _ in range(STEPS):
-        optimizer.step(lambda: (model(X), Y))
+        optimizer.step(lambda: (model(x), y))
     # Of a step with statistics only the move of the mean; every piece is recorded once.
-    assert [name for name in replays.names if name != "draw"] == ["move", "move", *["step", "move"] * (STEPS // 2 - 1)]
-    assert replays.names.count("draw") == STEPS
-    assert len(replays.keys) == 2
+    assert [name for name in executor.names if name != "draw"] == ["move", "move", *["step", "move"] * (STEPS // 2 - 1)]
+    assert executor.names.count("draw") == STEPS
+    assert len(executor.keys) == 2
+    pieces = len(set(executor.names))
+    assert executor.replays == len(executor.names) - pieces * (graphs.WARM_UPS + 1)
 
 
 def test_all_graphs_use_the_memory_of_the_first(monkeypatch):
@@ -175,19 +212,35 @@ def test_all_graphs_use_the_memory_of_the_first(monkeypatch):
     assert pools == [None, "the first", "the first"]
 
 
-@pytest.mark.parametrize("family", [ng.NoisyAdam, ng.NoisyKFAC])
-def test_a_bad_step_with_statistics_is_masked(family, monkeypatch):
-    model, optimizer = made(family, monkeypatch, gpu=True)
-    for _ in range(5):
-        optimizer.step(lambda: (model(X), Y))
+@each_optimizer
+def test_a_bad_step_with_statistics_is_masked(kind, monkeypatch):
+    model, optimizer, data = made(kind, monkeypatch, replay=True)
+    for step in range(5):
+        x, y = data(step)
+        optimizer.step(lambda x=x, y=y: (model(x), y))
     before = weights(model)
     fisher = {name: statistics.clone() for name, statistics in optimizer.covariance.statistics.items()}
-    optimizer.step(lambda: (model(X * torch.nan), Y))
+    optimizer.step(lambda: (model(x * torch.nan), y))
     assert optimizer.update._executor.names[-1] == "move"
     assert torch.equal(weights(model), before)
     for name, kept in fisher.items():
         for part, tensor in kept.tensors().items():
             assert torch.equal(optimizer.covariance.statistics[name].tensors()[part], tensor)
-    optimizer.step(lambda: (model(X), Y))
+    optimizer.step(lambda: (model(x), y))
     with pytest.raises(ng.NonFiniteError):  # the eighth refreshes the factors
-        optimizer.step(lambda: (model(X), Y))
+        optimizer.step(lambda: (model(x), y))
+
+
+def test_a_bad_step_that_is_replayed_is_masked(monkeypatch):
+    """A plain step, whose check is part of the recording."""
+    model, optimizer, data = made(ng.NoisyAdam, monkeypatch, replay=True)
+    for step in range(STEPS):
+        x, y = data(step)
+        optimizer.step(lambda x=x, y=y: (model(x), y))
+    before, replays = weights(model), optimizer.update._executor.replays
+    optimizer.step(lambda: (model(x * torch.nan), y))
+    assert optimizer.update._executor.names[-1] == "step"
+    assert optimizer.update._executor.replays == replays + 2
+    assert torch.equal(weights(model), before)
+    with pytest.raises(ng.NonFiniteError):
+        optimizer.posterior()

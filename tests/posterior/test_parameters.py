@@ -122,10 +122,10 @@ def test_a_draw_that_fails_leaves_the_weights_that_were_there(monkeypatch: pytes
         for parameter in model.parameters():
             parameter.fill_(7.0)  # what a user might load
 
-    def no_memory(*args: object) -> None:
+    def no_memory(*args: object, **more: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(optimizer.update._executor, "run", no_memory)
+    monkeypatch.setattr(optimizer.covariance, "perturb", no_memory)
     with pytest.raises(RuntimeError, match="out of memory"), optimizer.sampled():
         pass
     assert all(bool((parameter == 7.0).all()) for parameter in model.parameters())

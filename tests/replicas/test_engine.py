@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from noisygrad.families.base import Precision
 from noisygrad.likelihoods import Gaussian
 from noisygrad.replicas.engine import ReplicaGenerators, compiler_available, train_replicas
 from noisygrad.replicas.noisy import NoisyLearner, NoisySettings
@@ -216,14 +217,19 @@ def test_elbo_is_the_posteriors():
     torch.testing.assert_close(learner.elbo(x, y, 6, streams.test)[0], truth)
 
 
+def samplers(learner: NoisyLearner) -> list[Precision]:
+    return [learner.covariance.factors[block.name].sampler for block in learner.covariance.blocks]
+
+
 def test_a_factorisation_that_fails_keeps_the_old_one():
     learner = make_learner("kronecker", ReplicaGenerators.of([0, 1]))
     assert isinstance(learner, NoisyLearner)
-    before = {name: tensor.clone() for name, tensor in learner.samplers[0].tensors().items()}
-    learner.statistics[0].inputs[1] = torch.diag(torch.tensor([9.0, -5.0, 1.0, 1.0], dtype=torch.float64))
-    learner.statistics[0].inputs[0] *= 2.0
+    before = {name: tensor.clone() for name, tensor in samplers(learner)[0].tensors().items()}
+    first = next(iter(learner.covariance.statistics.values()))
+    first.inputs[1] = torch.diag(torch.tensor([9.0, -5.0, 1.0, 1.0], dtype=torch.float64))
+    first.inputs[0] *= 2.0
     learner.refresh_()
-    after = learner.samplers[0].tensors()
+    after = samplers(learner)[0].tensors()
     assert learner.rejected.tolist() == [0.0, 1.0]
     for name, tensor in before.items():
         torch.testing.assert_close(after[name][1], tensor[1])
@@ -234,15 +240,15 @@ def test_a_factorisation_that_fails_keeps_the_old_one():
 def test_one_bad_replica_does_not_stop_the_others(family: str, settings: dict) -> None:
     learner = make_learner(family, ReplicaGenerators.of([0, 1]), **settings)
     assert isinstance(learner, NoisyLearner)
-    before = [{name: t.clone() for name, t in each.tensors().items()} for each in learner.samplers]
-    for statistics in learner.statistics:
+    before = [{name: t.clone() for name, t in each.tensors().items()} for each in samplers(learner)]
+    for statistics in learner.covariance.statistics.values():
         for name, tensor in statistics.tensors().items():
             if not name.startswith("cross"):
                 tensor[1] *= 2.0
                 tensor[0] = torch.nan
     learner.refresh_()
     assert learner.rejected.tolist() == [1.0, 0.0]
-    for old, new in zip(before, learner.samplers, strict=True):
+    for old, new in zip(before, samplers(learner), strict=True):
         for name, tensor in new.tensors().items():
             torch.testing.assert_close(tensor[0], old[name][0])
         assert not torch.equal(new.tensors()["log_determinant"][1], old["log_determinant"][1])

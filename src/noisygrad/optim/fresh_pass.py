@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from noisygrad.optim.user_warning import warn_user
 
 _OUT_OF_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "unable to find an engine to execute")
 
@@ -22,10 +23,9 @@ def half_of(examples: int, advice: str) -> int:
     """How many examples statistics are taken from when memory did not suffice for this many; with a warning."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    warnings.warn(
+    warn_user(
         f"out of memory while taking statistics: from now on they are taken from {examples // 2} examples of a batch. "
-        f"{advice}",
-        stacklevel=3,
+        f"{advice}"
     )
     return examples // 2
 

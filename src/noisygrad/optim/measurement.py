@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from noisygrad.likelihoods import Likelihood
 from noisygrad.optim.finite import FiniteGuard, FiniteTrace, known_finite
 from noisygrad.optim.fresh_pass import FirstExamples, evaluating_norms, half_of, is_out_of_memory
 from noisygrad.optim.options import Options
+from noisygrad.optim.user_warning import warn_user
 from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.structure import Structure
 
@@ -266,10 +266,9 @@ class BatchMeasurement:
         """A closure has called `backward` by itself and returned its mean loss: take the empirical Fisher."""
         if not isinstance(loss, Tensor):
             raise TypeError(f"the closure must return (output, target), or a loss; it returned {type(loss).__name__}")
-        warnings.warn(
+        warn_user(
             "the closure returned a loss, not (output, target): the Fisher is then the empirical one, which is a worse "
-            "approximation. Return (model(x), y) for the true Fisher",
-            stacklevel=9,
+            "approximation. Return (model(x), y) for the true Fisher"
         )
         if all(gradient is None for gradient in gradients):
             raise RuntimeError("the closure returned a loss without having called backward() on it")
@@ -339,10 +338,9 @@ class BatchMeasurement:
             return
         self._warned = True
         names = ", ".join(repr(name) for name in uncalled[:4]) + (", …" if len(uncalled) > 4 else "")
-        warnings.warn(
+        warn_user(
             f"{names}: the loss depends on the weights of {'this layer' if len(uncalled) == 1 else 'these layers'}, "
             "but not by calling the layer (F.linear(x, layer.weight) does so, for example). The Fisher sees layers "
             "that are called, so the posterior of these weights will be the prior. Call the layer, or make the weight "
-            "an nn.Parameter of a module of your own, which gets a diagonal block",
-            stacklevel=7,
+            "an nn.Parameter of a module of your own, which gets a diagonal block"
         )

@@ -26,7 +26,7 @@ from noisygrad.optim.assembly import assemble
 from noisygrad.optim.draw import Draw
 from noisygrad.optim.measurement import Accumulated, Closure
 from noisygrad.optim.options import FisherPass, GroupPatterns, Options, Schedule, check_arguments, check_rates
-from noisygrad.optim.state import OptimizerState
+from noisygrad.optim.state import OptimizerState, blocks_of_parameters
 from noisygrad.optim.update import ParamGroups, Scaling
 from noisygrad.posterior.coverage import Coverage
 from noisygrad.posterior.posterior import Posterior
@@ -138,6 +138,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
             for group in self.param_groups:
                 device = group["params"][0].device
                 group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device).clone()
+        self.state.update(blocks_of_parameters(self.structure))
         parameters = list(self.structure.parameters.values())
         self.device = parameters[0].device
         self.dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32

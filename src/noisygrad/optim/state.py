@@ -9,6 +9,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from noisygrad.posterior.weights import FlatWeights
 FORMAT = 4
 _CHANGED = "its tensors are under `state` now, where torch's tools expect them"
 Key = tuple[int, str]
-_PARTS = {"format", "family", "steps", "settings", "rank", "state", "generators", "likelihood", "param_groups"}
+_PARTS = {"format", "family", "steps", "settings", "rank", "order", "state", "generators", "likelihood", "param_groups"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,34 +57,37 @@ class OptimizerState:
             "steps": steps,
             "settings": self._settings(),
             "rank": self.ranks.rank,
-            "state": self._tensors(),
+            "order": self._order(param_groups),
+            "state": self._tensors(param_groups),
             "generators": {str(i): generator.get_state() for i, generator in enumerate(self.weights.generators)},
             "likelihood": {name: tensor.detach().clone() for name, tensor in self.likelihood.state_dict().items()},
             "param_groups": [
                 {
                     **{name: _plain(value) for name, value in group.items() if name != "params"},
-                    "params": places,
+                    "params": numbers,
                 }
-                for group, places in zip(param_groups, self._places(param_groups), strict=True)
+                for group, numbers in zip(param_groups, _numbers(param_groups), strict=True)
             ],
         }
 
-    def _tensors(self) -> dict[int, dict[str, Tensor]]:
-        """By the number of a parameter, as torch's tools expect them: what belongs to a block is under its first."""
+    def _tensors(self, param_groups: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Tensor]]:
+        """By a parameter's number, as torch's tools expect them: what belongs to a block is under its first."""
         found: dict[int, dict[str, Tensor]] = {index: {} for index in range(len(self.structure.parameters))}
+        number_of = {place: number for number, place in enumerate(self._order(param_groups))}
         for entry in self._entries():
             for (index, name), tensor in entry.read().items():
-                found[index][name] = tensor
+                found[number_of[index]][name] = tensor
         return found
 
     def load(self, state: Mapping[str, Any], param_groups: Sequence[dict[str, Any]]) -> int:
         """See `NoisyOptimizer.load_state_dict`; everything is checked before anything changes. Returns the steps."""
         self._check_kind(state)
-        if [list(group["params"]) for group in state["param_groups"]] != self._places(param_groups):
+        order, theirs_numbers = self._order(param_groups), [list(group["params"]) for group in state["param_groups"]]
+        if list(state["order"]) != order or theirs_numbers != _numbers(param_groups):
             raise ValueError("the state has other param groups, the same in another order, or is of another model")
         entries = self._entries()
         shapes = {name: shape for entry in entries for name, shape in entry.shapes().items()}
-        theirs = {(int(index), name): t for index, own in state["state"].items() for name, t in own.items()}
+        theirs = {(order[int(number)], name): t for number, own in state["state"].items() for name, t in own.items()}
         wrong = sorted(
             {
                 key[1]
@@ -131,7 +135,10 @@ class OptimizerState:
                 f"{_CHANGED}. A file of the posterior itself (posterior.save) is still good"
             )
         if missing := _PARTS - set(state):
-            raise ValueError(f"this is not the state of a noisygrad optimiser: {', '.join(sorted(missing))} missing")
+            raise ValueError(
+                f"this is not the state of a noisygrad optimiser: {', '.join(sorted(missing))} missing. A tool that "
+                "keeps only `state` and `param_groups` loses what resuming needs: save optimizer.state_dict() whole"
+            )
         if state["format"] > FORMAT:
             raise ValueError(f"the state has format {state['format']}, this noisygrad reads up to {FORMAT}: upgrade it")
         family = self.structure.family.name
@@ -172,10 +179,10 @@ class OptimizerState:
             found.append(_Record(index, f"{block.name}/prior/", prior, owner, is_prior=True))
         return found
 
-    def _places(self, param_groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-        """The parameters of each param group, by their place in the model."""
+    def _order(self, param_groups: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The place in the model of each parameter, group after group: torch numbers them in this order."""
         places = {id(p): i for i, p in enumerate(self.structure.parameters.values())}
-        return [[places[id(p)] for p in group["params"]] for group in param_groups]
+        return [places[id(p)] for group in param_groups for p in group["params"]]
 
     def _settings(self) -> dict[str, Any]:
         """What the meaning of the tensors hangs on."""
@@ -267,6 +274,21 @@ class _Record(_Entry):
 
     def _like(self) -> TensorRecord:
         return self._record.map(lambda tensor: tensor.to("meta")).unpacked()
+
+
+def blocks_of_parameters(structure: Structure) -> dict[Tensor, dict[str, list[str]]]:
+    """What `optimizer.state` says of each parameter: its blocks. Were it empty, torch's tools would try a step."""
+    found: dict[Tensor, dict[str, list[str]]] = {}
+    for block in structure.blocks:
+        for name in dict.fromkeys(slot.parameter for unit in block.units for slot in unit.slots):
+            found.setdefault(structure.parameters[name], {"blocks": []})["blocks"].append(block.name)
+    return found
+
+
+def _numbers(param_groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """The numbers of each group's parameters, as torch gives them."""
+    counter = count()
+    return [[next(counter) for _ in group["params"]] for group in param_groups]
 
 
 def _plain(value: Any) -> Any:

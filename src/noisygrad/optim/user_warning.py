@@ -1,0 +1,19 @@
+"""Warnings that name the user's own line, however many frames of ours and of torch's lie in between."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+_NOT_THEIRS = tuple(f"{Path(file).parent}{Path('/')}" for file in (Path(__file__).parent, torch.__file__))
+
+
+def warn_user(message: str) -> None:
+    """A UserWarning at the innermost line that is neither in this package nor in torch."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_NOT_THEIRS) and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
