@@ -12,7 +12,9 @@ import torch
 from scipy import stats
 
 import noisygrad as ng
+from noisygrad.algorithm.mean import MOMENTUM_MODES
 from noisygrad.curvature.registry import REGISTRY
+from noisygrad.families import FAMILIES, Family, diagonal, register_family
 from noisygrad.likelihoods.registry import _BY_NAME
 from support.truth import close, exact_fisher, measured_fisher, normal
 
@@ -30,7 +32,7 @@ def blocks(section: str) -> list[str]:
 def _own_registries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    kept = [(registry, dict(registry)) for registry in (REGISTRY, _BY_NAME)]
+    kept = [(registry, dict(registry)) for registry in (REGISTRY, _BY_NAME, FAMILIES, MOMENTUM_MODES)]
     yield
     for registry, before in kept:
         registry.clear()
@@ -86,3 +88,49 @@ def test_likelihood() -> None:
     assert columns.shape == (2, 6, 2)
     torch.testing.assert_close(columns[0, 0, 0].square().unsqueeze(0), fisher.reshape(1), rtol=1e-5, atol=0)
     assert columns[0, 0, 1] == 0
+
+
+def test_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    known = {"torch": torch, "nn": torch.nn, "ng": ng, "x": torch.randn(64, 4), "y": torch.randn(64, 1)}
+    names = run("A covariance family", known)
+    assert "determine" in capsys.readouterr().out
+    posterior, model = names["posterior"], names["model"]
+    (statistics,) = posterior.statistics.values()
+    assert len(statistics.fisher[:80].unique()) == 1  # weights and biases of the first layer share one
+    assert len(statistics.fisher.unique()) == 2
+    posterior.save(tmp_path / "posterior")
+    assert ng.load_posterior(tmp_path / "posterior", model).family == "one-variance"
+    with pytest.raises(ValueError, match="there is a family 'one-variance' already"):
+        register_family(names["OneVariance"]())
+    FAMILIES.pop("one-variance")
+    with pytest.raises(ValueError, match="which this noisygrad has not"):
+        ng.load_posterior(tmp_path / "posterior", model)
+
+
+def test_momentum() -> None:
+    model = torch.nn.Linear(4, 1)
+    known = {"torch": torch, "nn": torch.nn, "ng": ng, "x": torch.randn(64, 4), "y": torch.randn(64, 1), "model": model}
+    before = model.weight.detach().clone()
+    names = run("A momentum mode", known)
+    assert not torch.equal(model.weight, before)
+    mode = names["optimizer"].update.mean.momentum
+    mode.average.fill_(1.0)
+    ahead = mode.of_step(torch.ones(5), [({"momentum": 0.5}, slice(0, 5))], None)
+    torch.testing.assert_close(ahead, torch.full((5,), 1.75))  # v = 1 + 0.5 · 1; step + 0.5 v
+
+
+@pytest.mark.parametrize(
+    ("family", "error", "message"),
+    [
+        (diagonal.DIAGONAL, ValueError, "there is a family 'diagonal' already"),
+        (Family, TypeError, "it lacks cost, identity, measure, partition, pieces, prior"),
+        (diagonal.Diagonal, TypeError, r"register an object of it: Diagonal\(\)"),
+        ("diagonal", TypeError, "an object of a subclass of Family, not a str"),
+        (type("Nameless", (diagonal.Diagonal,), {"name": ""})(), TypeError, "Nameless has no name"),
+    ],
+)
+def test_a_family_that_cannot_be_registered(family: object, error: type[Exception], message: str) -> None:
+    before = dict(FAMILIES)
+    with pytest.raises(error, match=message):
+        register_family(family)
+    assert before == FAMILIES
