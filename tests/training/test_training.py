@@ -350,6 +350,7 @@ def test_schedules():
     "make",
     [
         lambda: StepDecay(0.0, (1,)),
+        lambda: StepDecay(1.0, (1,), factor=0.0),
         lambda: StepDecay(1.0, (-1,)),
         lambda: CosineDecay(1.0, 0),
         lambda: CosineDecay(1.0, 5, final=2.0),
