@@ -15,7 +15,8 @@ from noisygrad.replicas.perceptrons import Perceptrons
 from support.truth import normal
 
 NETWORK = Perceptrons((3, 5, 4, 1))
-REPLICAS, BATCH, SAMPLES, STEPS, NUM_DATA = 3, 4, 2, 50, 23
+REPLICAS, BATCH, SAMPLES, STEPS, NUM_DATA = 3, 8, 2, 50, 23
+"""More examples than a layer has inputs: equal eigenvalues would leave the eigenvalue-corrected basis to rounding."""
 OPTIMIZERS: dict[str, type[NoisyOptimizer]] = {
     kind.family: kind
     for kind in vars(optimizers).values()
