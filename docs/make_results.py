@@ -98,6 +98,22 @@ def _regression(study: Study) -> list[str]:
     for metric in regression.METRICS:
         table = regression.comparison_table(study, paper.TABLE_1_METHODS, study.data, metric)
         parts += [f"### {metric.title[:1].upper()}{metric.title[1:]}\n", table.markdown()]
+    return parts + _variants(study)
+
+
+def _variants(study: Study) -> list[str]:
+    """What the paper has not: the public optimiser in place of the engine, the eigenvalue-corrected family."""
+    methods = ("NNG-MVG", "NNG-MVG/optimizer", "NNG-EMVG")
+    data = [name for name in study.data if any(study.of(method, name) for method in methods[1:])]
+    parts = [
+        "### The public optimiser, and the eigenvalue-corrected family\n",
+        "NNG-MVG is made by the replica engine, `NNG-MVG/optimizer` by `NoisyKFAC` with a replica for each split. "
+        "NNG-EMVG is the engine with the family of `NoisyEKFAC`, whose basis is refreshed every 20 steps and whose "
+        "damping is exact.\n",
+    ]
+    for metric in regression.METRICS:
+        table = regression.comparison_table(study, methods, data, metric, legend=False)
+        parts += [f"{metric.title[:1].upper()}{metric.title[1:]}:\n", table.markdown()]
     return parts
 
 

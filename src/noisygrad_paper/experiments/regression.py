@@ -22,6 +22,7 @@ from torch import Tensor
 from noisygrad.kernels.threads import one_thread
 from noisygrad.replicas.engine import Execution, ReplicaGenerators, train_replicas
 from noisygrad.replicas.learner import Learner
+from noisygrad.replicas.variational import VariationalLearner
 from noisygrad_paper.data import DataTable, Split, Standardised, load_table, splits_of, standard_splits, standardised
 from noisygrad_paper.data.own_csv import read_csv_table
 from noisygrad_paper.experiments.cells import Cell, Job
@@ -185,7 +186,11 @@ def measure(learner: Learner, data: Standardised, streams: ReplicaGenerators, sa
     if len(prediction.location) > 1:  # one component does not tell the two apart
         found["noise_std"] = prediction.aleatoric.mean((-2, -1)).sqrt() * std
         found["epistemic_std"] = prediction.epistemic.mean((-2, -1)).sqrt() * std
-    return {**found, **learner.diagnostics()}
+    diagnostics = learner.diagnostics()
+    if isinstance(learner, VariationalLearner) and "kl" in diagnostics:  # a point estimate has no bound
+        x_train, y_train = (_tensor(array, learner) for array in (data.x_train, data.y_train))
+        found["elbo"] = learner.elbo(x_train, y_train, samples, streams.test)
+    return {**found, **diagnostics}
 
 
 def held_out(split: Split) -> Split:

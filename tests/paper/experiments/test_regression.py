@@ -59,6 +59,7 @@ def test_every_method_makes_finite_cells(method: str, table: Path) -> None:
     for cell in cells:
         assert cell.error is None
         assert {"rmse", "log_likelihood"} <= cell.metrics.keys()
+        assert ("elbo" in cell.metrics) == ("kl" in cell.metrics and method != "NNG-MVG/optimizer")
         assert 0 < cell.metrics["rmse"] < 20
     assert seen[-1] == 1.0
 
@@ -194,11 +195,17 @@ def committed() -> dict[tuple[str, str], list]:
     return found
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "NNG-full"])
+PARTS = {"NNG-full", "NNG-EMVG", "NNG-MVG/optimizer"}
+"""Methods that were run on some sets."""
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_committed_results_are_complete(method: str) -> None:
     cells = committed()
     for data in DATA:
         mine = cells.get((method, data), [])
+        if not mine and method in PARTS:
+            continue
         assert sorted(cell.replicate for cell in mine) == list(range(paper.replicates_of(data))), data
 
 
