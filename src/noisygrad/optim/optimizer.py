@@ -36,7 +36,7 @@ from noisygrad.priors import FittedPrior, PriorVariance
 
 
 class NoisyOptimizer(torch.optim.Optimizer):
-    """What the four optimisers share, with all their arguments; use one of the four.
+    """What the optimisers share, with all their arguments; use one of them.
 
     Args:
         model: the network, perhaps inside DistributedDataParallel or `torch.compile`.

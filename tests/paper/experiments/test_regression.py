@@ -59,7 +59,7 @@ def test_every_method_makes_finite_cells(method: str, table: Path) -> None:
     for cell in cells:
         assert cell.error is None
         assert {"rmse", "log_likelihood"} <= cell.metrics.keys()
-        assert ("elbo" in cell.metrics) == ("kl" in cell.metrics and method != "NNG-MVG/optimizer")
+        assert ("elbo" in cell.metrics) == ("kl" in cell.metrics and method not in {"NNG-MVG/optimizer", "VMG"})
         assert 0 < cell.metrics["rmse"] < 20
     assert seen[-1] == 1.0
 
