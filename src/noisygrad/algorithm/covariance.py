@@ -150,7 +150,7 @@ class Covariance:
     @property
     def traceable(self) -> bool:
         """Whether a refresh can be compiled and captured."""
-        return all(block.family.traceable(self._mode) for block in self.blocks)
+        return all(self._mode in block.family.traceable_modes for block in self.blocks)
 
     def _keep_finite_(self, new: Mapping[str, BlockFactors]) -> Tensor:
         """Where a Cholesky factorisation fails, a pivot is not positive, and the log-determinant is not finite."""

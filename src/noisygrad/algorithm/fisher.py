@@ -41,7 +41,7 @@ class FisherAverage:
         device: torch.device,
     ) -> None:
         self.blocks = list(blocks)
-        identities = {b.name: packed.pack_statistics(b.identity(priors[b.name], dtype, device)) for b in self.blocks}
+        identities = {b.name: packed.pack_statistics(b.family.identity(priors[b.name])) for b in self.blocks}
         self.moments, self.statistics = _joined(identities)
         self.updates = torch.zeros(len(self.blocks), dtype=dtype, device=device)
         """k of each block."""

@@ -45,11 +45,6 @@ class Prior(base.Prior):
     cross_outputs: tuple[Tensor, ...]
     diagonal: bool
 
-    @property
-    def is_diagonal(self) -> bool:
-        """Whether layers, and their weights, are independent."""
-        return self.diagonal
-
     @classmethod
     def from_columns(cls, columns: Sequence[Tensor], outputs: Sequence[int]) -> Self:
         """The prior whose precision depends on the layer and the column only, `[..., in_i]` for each layer."""
@@ -57,16 +52,11 @@ class Prior(base.Prior):
         return cls(tuple(columns), ones, (), (), diagonal=True)
 
     def scaled(self, factor: float) -> Self:
-        """Γ times `factor`."""
         return dataclasses.replace(
             self,
             outputs=tuple(outputs * factor for outputs in self.outputs),
             cross_outputs=tuple(cross * factor for cross in self.cross_outputs),
         )
-
-    def quad(self, vector: Tensor) -> Tensor:
-        """vᵀ Γ v."""
-        return (vector * self.times(vector)).sum(-1)
 
     def times(self, vector: Tensor) -> Tensor:
         """Γ v; the first call for a fitted prior factorises its blocks, which are then kept."""
@@ -76,7 +66,6 @@ class Prior(base.Prior):
         return vector * _join(rows)
 
     def logdet(self) -> Tensor:
-        """log |Γ|."""
         if not self.diagonal:
             return self._factorised().logdet()
         return torch.stack([layer.logdet() for layer in self.layers()]).sum(0)
@@ -118,7 +107,6 @@ class Precision(base.Precision):
     cross_outputs: tuple[Tensor, ...]
 
     def drop_terms(self) -> Self:
-        """A copy without P's blocks, that can only solve, sample and take traces, for caches used at every step."""
         return dataclasses.replace(self, inputs=(), outputs=(), cross_inputs=(), cross_outputs=())
 
     def solve(self, vector: Tensor) -> Tensor:

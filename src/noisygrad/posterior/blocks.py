@@ -52,10 +52,6 @@ class Block(Span):
         moved = [move(unit, segment) for unit, segment in zip(self.units, segments, strict=True)]
         return torch.cat(moved, dim=-1)
 
-    def identity(self, prior: Prior, dtype: torch.dtype, device: torch.device) -> Statistics:
-        """The statistics at the start: F̄ = I, under a prior in units of the Fisher."""
-        return self.family.identity(self.units, self.batch, prior, dtype=dtype, device=device)
-
     def measure(self, passes: Mapping[str, Pass], current: Statistics) -> Statistics:
         """The statistics of one pass, for a moving average that is now `current`."""
         return self.family.measure(self.units, passes, current)
@@ -71,9 +67,9 @@ class Block(Span):
         basis = current.tensors()
         return BasisSummary.of(one, basis["left"], basis["right"])
 
-    def prior(self, precision_of: PrecisionOf, dtype: torch.dtype, device: torch.device) -> Prior:
-        """A fresh prior from the precision 1/η of each parameter."""
-        return self.family.prior(self.units, self.batch, precision_of, dtype=dtype, device=device)
+    def prior(self, precision_of: PrecisionOf, like: Tensor) -> Prior:
+        """A fresh prior from the precision 1/η of each parameter, of the type and on the device of `like`."""
+        return self.family.prior(self, precision_of, like)
 
     def pieces(self, statistics: Statistics) -> list[tuple[str, Tensor]]:
         """Tensors that are finite if all statistics are, each with the name of the layer that it is about."""

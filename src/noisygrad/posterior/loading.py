@@ -76,11 +76,10 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: str | None = N
     _check(path, "", tensors, {"mean": flat, "prior_mean": flat})
     first = next(iter(structure.parameters.values()))
     tensors = {name: t if name.startswith("buffer/") else t.to(first.device) for name, t in tensors.items()}
-    dtype = tensors["mean"].dtype
     statistics, priors = {}, {}
     for block in structure.blocks:
-        plain = block.prior(lambda name: 1.0, dtype, first.device)
-        like = block.identity(plain, dtype, first.device)
+        plain = block.prior(lambda name: 1.0, tensors["mean"])
+        like = block.family.identity(plain)
         found = _check(path, f"statistics/{block.name}/", tensors, _shapes(like))
         statistics[block.name] = like.copy_(type(like).from_tensors(found, {}))
         priors[block.name] = _prior(path, block, plain, entries[block.name], tensors, like)

@@ -103,7 +103,7 @@ def summary_of(
     difference = mean - prior_mean
     found = []
     for block, precision, gamma in _independent_pieces(blocks):
-        identity = block.prior(lambda name: 1.0, mean.dtype, mean.device)
+        identity = block.prior(lambda name: 1.0, mean)
         squares = block.total(block.vector(mean).square().sum(-1))
         variances = block.total(precision.trace(identity)) / scale
         kl = block.total(kl_divergence(precision, gamma, block.vector(difference), scale))
