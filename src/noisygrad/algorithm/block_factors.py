@@ -50,16 +50,9 @@ class BlockFactors:
     ) -> BlockFactors:
         """Factorise P = F̄ + Γ, and P + γ_ex I.
 
-        Args:
-            statistics: F̄.
-            prior: Γ, in units of the Fisher.
-            damping: γ_ex.
-            mode: How the prior is added.
-            noise: Whether weights are drawn.
-            lean: Whether to keep only what sampling and solving need, in bands where that saves memory; else whole
-                precisions, which know their log-determinant.
-            repeated: Whether several steps use the same factors, so that preparing them pays.
-            together: Whether to make both at once, in more memory.
+        `lean` keeps only what sampling and solving need, in bands where that saves memory; else whole precisions, which
+        know their log-determinant. `repeated` says that several steps use the same factors, so that preparing them
+        pays; `together` makes both at once, in more memory.
         """
         if noise and damping == 0.0:
             precision = statistics.factorise(prior, 0.0, mode).drop_terms()

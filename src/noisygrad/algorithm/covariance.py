@@ -50,12 +50,10 @@ class Covariance:
         ranks: Ranks | None = None,
         lean: bool = True,
         repeated: bool = True,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         self.blocks = list(blocks)
         self.priors = priors
-        self.fisher = FisherAverage(self.blocks, priors, start=start, floor=floor, dtype=dtype, device=device)
+        self.fisher = FisherAverage(self.blocks, priors, start=start, floor=floor)
         self.statistics = self.fisher.statistics
         self.factors: dict[str, BlockFactors] = {}
         self.generation = 0
@@ -68,7 +66,7 @@ class Covariance:
         self._lean, self._repeated = lean, repeated
         self._ranks = Ranks.alone() if ranks is None else ranks
         self._owners = self._ranks.share_out([block.family.cost(block.units) for block in self.blocks])
-        self._dtype, self._device = dtype, device
+        self._device = self.fisher.moments.device
         self._diagonal = self._diagonal_prior()
 
     # ---------------------------------------------------------------- the prior
@@ -78,9 +76,9 @@ class Covariance:
         if not all(self.priors[block.name].is_diagonal for block in self.blocks):
             return None
         first = self.blocks[0]
-        total = torch.zeros(*first.units[0].replicas, self._size, dtype=self._dtype, device=self._device)
+        total = self.fisher.moments.new_zeros(*first.units[0].replicas, self._size)
         for block in self.blocks:
-            ones = torch.ones(*block.batch, block.size // block.num_groups, dtype=total.dtype, device=self._device)
+            ones = total.new_ones(*block.batch, block.size // block.num_groups)
             block.write_(total, self.priors[block.name].times(ones))
         least, most = total.aminmax()
         return least.item() if bool(least == most) else total

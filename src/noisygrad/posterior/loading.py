@@ -17,8 +17,7 @@ from noisygrad.families.base import DampingMode, Prior, Statistics, TensorRecord
 from noisygrad.likelihoods import Likelihood, UnknownLikelihoodError, by_name
 from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.faults import format_names
-from noisygrad.posterior.files import FORMAT
-from noisygrad.posterior.posterior import Posterior
+from noisygrad.posterior.posterior import FORMAT, Posterior
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import build_structure
 from noisygrad.posterior.weights import FlatWeights

@@ -131,8 +131,6 @@ class NoisyLearner(VariationalLearner):
             start=settings.fisher_start,
             lean=False,
             repeated=settings.factor_every > 1,
-            dtype=dtype,
-            device=self.device,
         )
         self._dampings = {0: settings.damping}
         self.covariance.refresh_(self._dampings)

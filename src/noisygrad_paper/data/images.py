@@ -85,20 +85,10 @@ class Images:
 
 
 def load_images(name: str, data_dir: str | Path | None = None) -> Images:
-    """The set of images of that name, the checksums of its files verified.
+    """The set of images of that name in the catalogue, checksums verified, from the cache (`data_directory`).
 
     `cifar10` and `mnist` have their official split. `digits`, which comes with scikit-learn, has a fixed one: four
-    fifths of each class are for training, and a grey value of 16 becomes a byte of 240.
-
-    Args:
-        name: One of the sets of images of the catalogue (`noisygrad data list`).
-        data_dir: The cache; by default `$NOISYGRAD_DATA` or the user's cache folder.
-
-    Raises:
-        UnknownDataSetError: For a name that is not in the catalogue; the message lists the names.
-        MissingDataError: A FileNotFoundError whose message has the command that fetches the files.
-        DamagedDataError: For a file with a wrong checksum or of a wrong form, which is renamed and not used.
-        ValueError: For a table.
+    fifths of each class are for training, and a grey value of 16 becomes a byte of 240. Raises as `load_table` does.
     """
     entry = data_set(name)
     if entry.kind != "images":
@@ -121,12 +111,7 @@ def load_images(name: str, data_dir: str | Path | None = None) -> Images:
 def load_out_of_distribution(data_dir: str | Path | None = None) -> Pixels:
     """House numbers, uint8 [n, 3, 32, 32]: a part of SVHN's test images, which no class of CIFAR-10 fits.
 
-    Args:
-        data_dir: The cache; by default `$NOISYGRAD_DATA` or the user's cache folder.
-
-    Raises:
-        MissingDataError: A FileNotFoundError that says where the file is looked for; no command fetches it.
-        DamagedDataError: For a file that does not hold such images.
+    Raises `MissingDataError`, which says where the file is looked for (no command fetches it), or `DamagedDataError`.
     """
     path = data_directory(data_dir) / _OUT_OF_DISTRIBUTION
     form = "an npz file with x_test, uint8 [n, 3, 32, 32]"

@@ -32,15 +32,8 @@ class LinearBaselineTRPO(TRPO):
     task's own rewards. The critic network of stable-baselines3 is neither used nor trained. Where an episode ends, no
     value is added, whether the task was over or its time.
 
-    Args:
-        policy: As in sb3-contrib.
-        env: An environment with observations and actions in a Box.
-        intrinsic: The bonus; none by default.
-        baseline: The linear baseline.
-        settings: Everything else that `sb3_contrib.TRPO` takes.
-
-    Raises:
-        TypeError: Observations or actions are not in a Box.
+    Observations and actions must be in a Box. Without `intrinsic` there is no bonus; `settings` is everything else that
+    `sb3_contrib.TRPO` takes.
     """
 
     def __init__(
