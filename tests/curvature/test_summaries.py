@@ -152,7 +152,9 @@ def test_nothing_is_left_on_the_graph(monkeypatch):
     model, calls = chain(), []
     optimizer = ng.NoisyAdam(model, ng.Categorical(), num_data=50, stats_every=1, seed=0)
     real = Block.summarise
-    monkeypatch.setattr(Block, "summarise", lambda self, unit, one: calls.append(one) or real(self, unit, one, current))
+    monkeypatch.setattr(
+        Block, "summarise", lambda self, unit, one, current: calls.append(one) or real(self, unit, one, current)
+    )
     with optimizer.sampled() as draw:
         loss = draw.nll(model(torch.randn(6, 2, 5, 5)), torch.arange(6) % 3)
         taken = len(calls)
