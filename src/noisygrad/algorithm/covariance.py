@@ -29,9 +29,7 @@ class Covariance:
     """F̄ of every block, its prior Γ in units of the Fisher, and P = F̄ + Γ factorised.
 
     Args:
-        blocks: Where each lies in the flat vector, and of which family it is.
         priors: Γ of each block, by name.
-        damping_mode: How the prior is added to F̄.
         start: What becomes of the identity that F̄ starts from.
         floor: Added to the diagonal of the Fisher as it is measured.
         ranks: The processes that share the work of a refresh.
@@ -127,8 +125,7 @@ class Covariance:
     def refresh_where_finite_(self, dampings: Mapping[int, float]) -> Tensor:
         """Factorise anew; a replica whose factors come out not finite keeps those it had.
 
-        Returns:
-            For each replica, how many of its factorisations (for draws, for steps) were refused.
+        Returns how many factorisations (for draws, for steps) of each replica were refused.
         """
         with unchecked(self.traceable):
             try:

@@ -98,8 +98,7 @@ class MeanUpdate:
     ) -> Tensor | None:
         """μ ← μ − lr · P⁻¹ ĝ, in place; a mask of 0 leaves everything as it was.
 
-        Returns:
-            The factor by which the trust region shortened the step, `[*replicas, 1]`; None without one.
+        Returns the factor by which the trust region shortened the step, `[*replicas, 1]`; None without one.
         """
         gradient = self.momentum.of_gradient(gradient, groups, mask)
         step = solve(gradient)

@@ -52,11 +52,7 @@ class Statistics(base.Statistics):
         return cls(rows.mT @ rows / rows.shape[-2])
 
     def factorise(self, prior: Prior, damping: float = 0.0, mode: DampingMode = "factored") -> Precision:
-        """P = F + Γ + γ_ex I; `mode` changes nothing, a matrix is always damped exactly.
-
-        Raises:
-            FactorisationError: P is not finite or not positive definite.
-        """
+        """P = F + Γ + γ_ex I; `mode` changes nothing, a matrix is always damped exactly."""
         if prior.diagonal:
             matrix = self.fisher + torch.diag_embed(prior.precision + damping)
             floor = prior.precision.amin(-1) + damping
@@ -139,7 +135,6 @@ class Dense(Family):
             yield Part("diagonal", DIAGONAL, tuple(rest))
 
     def identity(self, prior: base.Prior) -> Statistics:
-        """F = I."""
         assert isinstance(prior, Prior)
         return Statistics(factors.identity(prior.precision, prior.diagonal))
 
@@ -151,11 +146,9 @@ class Dense(Family):
         return Statistics.measure(join_units(units, rows))
 
     def prior(self, span: Span, precision_of: PrecisionOf, like: Tensor) -> Prior:
-        """A precision for each weight."""
         return Prior(weight_precisions(span, precision_of, like), diagonal=True)
 
     def cost(self, units: Sequence[Unit]) -> float:
-        """The cube of the size."""
         return float(sum(unit.size for unit in units)) ** 3
 
     def pieces(self, units: Sequence[Unit], statistics: base.Statistics) -> list[tuple[str, Tensor]]:
@@ -165,7 +158,6 @@ class Dense(Family):
         return [(unit.name, part) for unit, part in zip(units, parts, strict=True)]
 
     def fitted_prior_shapes(self, statistics: base.Statistics) -> dict[str, torch.Size]:
-        """A matrix like F."""
         return {"precision": statistics.tensors()["fisher"].shape}
 
 

@@ -45,7 +45,6 @@ class Prior(base.Prior):
         return self.precision * vector
 
     def logdet(self) -> Tensor:
-        """Σ log Γ_j."""
         return self.precision.log().sum(-1)
 
 
@@ -60,11 +59,7 @@ class Statistics(base.Statistics):
         self.fisher.add_(floor)
 
     def factorise(self, prior: Prior, damping: float = 0.0, mode: DampingMode = "factored") -> Precision:
-        """P = f + Γ + γ_ex; `mode` changes nothing, a diagonal is always damped exactly.
-
-        Raises:
-            FactorisationError: an entry of P is not finite or not above 0.
-        """
+        """P = f + Γ + γ_ex; `mode` changes nothing, a diagonal is always damped exactly."""
         diagonal = self.fisher + prior.precision + damping
         if not capturing():
             smallest, largest = (float(value) for value in torch.stack(diagonal.aminmax()).cpu())
@@ -85,7 +80,6 @@ class Root(base.Sampler):
         return noise * self.inverse_root
 
     def perturb(self, mean: Tensor, noise: Tensor, scale: float, out: Tensor) -> None:
-        """Write mean + scale · z / √p."""
         torch.addcmul(mean, noise, self.inverse_root, value=scale, out=out)
 
 
@@ -115,7 +109,6 @@ class Precision(Root, Divisor, base.Precision):
         return (self.diagonal * vector.square()).sum(-1)
 
     def logdet(self) -> Tensor:
-        """Σ log p_j."""
         return self.diagonal.log().sum(-1)
 
     def trace(self, prior: base.Prior) -> Tensor:
@@ -125,11 +118,9 @@ class Precision(Root, Divisor, base.Precision):
         return (prior.precision / self.diagonal).sum(-1)
 
     def to_dense(self) -> Tensor:
-        """diag(p)."""
         return torch.diag_embed(self.diagonal)
 
     def layer_covariance(self) -> Tensor:
-        """1 / p."""
         return 1.0 / self.diagonal
 
     def as_prior(self) -> Prior:
@@ -145,12 +136,10 @@ class Diagonal(Family):
     factors_wait: ClassVar[bool] = False
 
     def partition(self, units: Sequence[Unit], every_unit: Sequence[Unit]) -> Iterator[Part]:
-        """One block of all."""
         if units:
             yield Part("all", self, tuple(units))
 
     def identity(self, prior: base.Prior) -> Statistics:
-        """f = 1."""
         assert isinstance(prior, Prior)
         return Statistics(prior.precision.new_ones(prior.precision.shape))
 
@@ -173,11 +162,9 @@ class Diagonal(Family):
         return Prior(weight_precisions(span, precision_of, like))
 
     def cost(self, units: Sequence[Unit]) -> float:
-        """One operation for each weight."""
         return float(sum(unit.size for unit in units))
 
     def pieces(self, units: Sequence[Unit], statistics: base.Statistics) -> list[tuple[str, Tensor]]:
-        """The part of each layer."""
         parts = statistics.tensors()["fisher"].split([unit.size for unit in units], dim=-1)
         return [(unit.name, part) for unit, part in zip(units, parts, strict=True)]
 

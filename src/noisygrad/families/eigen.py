@@ -67,14 +67,8 @@ class Statistics(base.Statistics):
         """In place: new bases from A and S as they are now, and R as the diagonal of the old model in the new bases.
 
         The trace of F̄ in the prior's metric, tr(Γ⁻¹ F̄) = Σ R, is preserved. This reads on the host, so it cannot be
-        part of a CUDA graph.
-
-        Args:
-            prior: Γ, that of the bases until now.
-
-        Raises:
-            FactorisationError: a factor, R or the prior is not finite, or an eigendecomposition failed.
-            ValueError: the bases belong to another prior. Whatever is raised, nothing has changed.
+        part of a CUDA graph. Raises FactorisationError where something is not finite or cannot be decomposed, and
+        ValueError where the bases belong to another prior; then nothing has changed.
         """
         rows, _ = factors.whitener(prior.outputs, prior.diagonal)
         columns, _ = factors.whitener(prior.inputs, prior.diagonal)
@@ -93,11 +87,8 @@ class Statistics(base.Statistics):
     def factorise(self, prior: Prior, damping: float = 0.0, mode: DampingMode = "factored") -> Precision:
         """P = F̄ + Γ + γ_ex I; `mode` changes nothing. No eigendecomposition is made here (`refresh_basis_`).
 
-        γ_ex I is exact for an isotropic prior; otherwise it is replaced by its diagonal in the basis.
-
-        Raises:
-            FactorisationError: R is not finite, or the prior is improper or not finite.
-            ValueError: the bases belong to another prior.
+        γ_ex I is exact for an isotropic prior; otherwise it is replaced by its diagonal in the basis. Raises ValueError
+        where the bases belong to another prior.
         """
         rows, logdet_s = factors.whitener(prior.outputs, prior.diagonal)
         columns, logdet_a = factors.whitener(prior.inputs, prior.diagonal)
@@ -141,24 +132,6 @@ class Precision(kronecker.Precision):
         rows, columns, spectrum = self._dual()
         dual = kronecker_product(rows, columns)
         return (dual * spectrum.flatten(-2)[..., None, :]) @ dual.mT
-
-    def as_prior(self) -> Prior:
-        """P as one Kronecker product: the spectrum is replaced by the outer product of its row and column means.
-
-        This is P itself where the spectrum has rank one (a Fisher of zero, or a 1×1 factor). Otherwise it keeps the
-        means of the spectrum's rows and columns, but not how single entries differ from their product.
-        """
-        rows, columns, spectrum = self._dual()
-        by_row = spectrum.mean(-1)
-        by_column = spectrum.mean(-2) / spectrum.mean((-2, -1))[..., None]
-        inputs = (columns * by_column[..., None, :]) @ columns.mT
-        return Prior(inputs, (rows * by_row[..., None, :]) @ rows.mT, diagonal=False)
-
-    def _dual(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(Γ_S L, Γ_A V, spectrum)."""
-        [(outputs, inputs)] = self._pairs()
-        assert self.spectrum is not None
-        return outputs @ self.left, inputs @ self.right, self.spectrum
 
 
 def _times(factor: Tensor, matrix: Tensor, diagonal: bool) -> Tensor:
@@ -259,7 +232,6 @@ class Eigen(kronecker.Kronecker):
         return [(unit.name, piece) for piece in (*diagonals, statistics.fisher)]
 
     def fitted_prior_shapes(self, statistics: base.Statistics) -> dict[str, torch.Size]:
-        """A Kronecker product."""
         assert isinstance(statistics, Statistics)
         return {"inputs": statistics.inputs.shape, "outputs": statistics.outputs.shape}
 

@@ -48,11 +48,7 @@ class Statistics(base.Statistics):
         return self.inputs.diagonal(dim1=-2, dim2=-1), self.outputs.diagonal(dim1=-2, dim2=-1)
 
     def factorise(self, prior: Prior, damping: float = 0.0, mode: DampingMode = "factored") -> Precision:
-        """P = S ⊗ A + Γ + γ_ex I, by equation (11) ("factored") or in the eigenbasis ("exact").
-
-        Raises:
-            FactorisationError: a factor is not finite or, after damping, not positive definite.
-        """
+        """P = S ⊗ A + Γ + γ_ex I, by equation (11) ("factored") or in the eigenbasis ("exact")."""
         prior = with_damping(prior, damping)
         return self._factorise_exactly(prior) if mode == "exact" else self._factorise_factors(prior)
 
@@ -175,24 +171,28 @@ class Precision(base.Precision):
         return torch.stack(dense).sum(0)
 
     def layer_covariance(self) -> base.FactoredCovariance:
-        """U, V and R."""
         return base.FactoredCovariance(self.left, self.right, self.spectrum)
 
     def as_prior(self) -> Prior:
         """P as one Kronecker product.
 
-        Factored: P itself. Exact: with R replaced by the outer product of its row and column means, which is P itself
-        where R has rank one (a Fisher of zero, or a 1×1 factor) and otherwise its nearest such match in the mean.
+        Factored: P itself. With a spectrum R, that is replaced by the outer product of its row and column means: P
+        itself where R has rank one (a Fisher of zero, or a 1×1 factor), otherwise its nearest such match in the mean.
         """
-        (outputs, inputs), *rest = self._pairs()
         if self.spectrum is None:
+            [(outputs, inputs)] = self._pairs()
             return Prior(inputs, outputs, diagonal=False)
-        [(outputs, inputs)] = rest
-        rows = self.spectrum.mean(-1)
-        columns = self.spectrum.mean(-2) / self.spectrum.mean((-2, -1))[..., None]
-        # U Uᵀ = Γ_S⁻¹, so U⁻¹ = Uᵀ Γ_S: back to weights without another factorisation.
-        back_s, back_a = outputs @ self.left, inputs @ self.right
-        return Prior((back_a * columns[..., None, :]) @ back_a.mT, (back_s * rows[..., None, :]) @ back_s.mT, False)
+        rows, columns, spectrum = self._dual()
+        by_row = spectrum.mean(-1)
+        by_column = spectrum.mean(-2) / spectrum.mean((-2, -1))[..., None]
+        inputs = (columns * by_column[..., None, :]) @ columns.mT
+        return Prior(inputs, (rows * by_row[..., None, :]) @ rows.mT, diagonal=False)
+
+    def _dual(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(Γ_S U, Γ_A V, R): U Uᵀ = Γ_S⁻¹, so U⁻ᵀ = Γ_S U, back to weights without another factorisation."""
+        outputs, inputs = self._pairs()[-1]
+        assert self.spectrum is not None
+        return outputs @ self.left, inputs @ self.right, self.spectrum
 
     def _matrix(self, vector: Tensor) -> Tensor:
         return vector.reshape(*vector.shape[:-1], self.left.shape[-1], self.right.shape[-1])
@@ -233,12 +233,10 @@ class Kronecker(Family):
         yield from rest_as_diagonal([unit for unit in units if unit.kind != "matrix"])
 
     def identity(self, prior: base.Prior) -> base.Statistics:
-        """A = I and S = I."""
         assert isinstance(prior, Prior)
         return Statistics(identity(prior.inputs, prior.diagonal), identity(prior.outputs, prior.diagonal))
 
     def measure(self, units: Sequence[Unit], passes: Mapping[str, Any], current: base.Statistics) -> base.Statistics:
-        """A and S of the layer."""
         (unit,) = units
         if unit.name not in passes:
             return self.unmeasured(current)
@@ -255,12 +253,10 @@ class Kronecker(Family):
         return nothing
 
     def prior(self, span: Span, precision_of: PrecisionOf, like: Tensor) -> Prior:
-        """A precision for each column of [W | b]."""
         (unit,) = span.units
         return Prior.from_columns(column_precisions(unit, span, precision_of, like), unit.outputs)
 
     def cost(self, units: Sequence[Unit]) -> float:
-        """The cubes of the factors' sizes."""
         return float(sum(unit.groups * (unit.outputs**3 + unit.inputs**3) for unit in units))
 
     def pieces(self, units: Sequence[Unit], statistics: base.Statistics) -> list[tuple[str, Tensor]]:

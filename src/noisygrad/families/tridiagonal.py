@@ -27,13 +27,8 @@ __all__ = ["TRIDIAGONAL", "Precision", "Prior", "Statistics", "Tridiagonal", "da
 
 
 @dataclasses.dataclass
-class Statistics(base.Statistics):
+class Statistics(Blocks, base.Statistics):
     """A_i and S_i of every layer; Ax_i = E[a_i a_{i+1}ᵀ] and Gx_i = E[g_i g_{i+1}ᵀ] of every consecutive pair."""
-
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    cross_inputs: tuple[Tensor, ...]
-    cross_outputs: tuple[Tensor, ...]
 
     def factorise(self, prior: Prior, damping: float = 0.0, mode: DampingMode = "factored") -> Precision:
         """P with the blocks of F + Γ + γ_ex I, each damped by equation (11); couplings in proportion."""
@@ -142,12 +137,10 @@ class Tridiagonal(Family):
         return dataclasses.replace(current.map(torch.zeros_like), inputs=current.clone().inputs)
 
     def prior(self, span: Span, precision_of: PrecisionOf, like: Tensor) -> Prior:
-        """A precision for each column of each layer."""
         columns = [column_precisions(unit, span, precision_of, like) for unit in span.units]
         return Prior.from_columns(columns, [unit.outputs for unit in span.units])
 
     def cost(self, units: Sequence[Unit]) -> float:
-        """The cubes of the factors' sizes."""
         return KRONECKER.cost(units)
 
     def pieces(self, units: Sequence[Unit], statistics: base.Statistics) -> list[tuple[str, Tensor]]:

@@ -182,7 +182,7 @@ class Gaussian(Likelihood):
         """f + ε/√E[τ], `[*replicas, batch, *event]`."""
         self._expand(self._event_size(output))
         location = widened(output.detach())
-        noise = self.normal_like(location, generators)
+        noise = self._normal_like(location, generators)
         return location + noise * self._over_event((2 * self.half_precision).rsqrt(), output)
 
     def output_fisher_factor(self, output: Tensor) -> Tensor:

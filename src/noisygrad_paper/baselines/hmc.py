@@ -47,19 +47,16 @@ def fit(
 
     Args:
         model: A small network of supported layers; its own weights are not used and not changed.
-        likelihood: Gaussian (fixed noise, or under a Gamma prior), HeteroscedasticGaussian, Categorical, Bernoulli or
-            Poisson.
+        likelihood: Any of the library's; a Gaussian's noise is fixed, or under a Gamma prior.
         data: Inputs `[N, ...]` and targets.
         prior_variance: η, for all weights or by patterns of parameter names.
         at: Inputs whose predictions R̂ is of; the training inputs by default.
         seed: Of the first weights and all that is drawn.
         settings: How long and how many the chains are.
-        device: Where JAX runs the chains and the draws lie; these are on the CPU where torch is without CUDA.
         report: Told how far it is.
+        device: Where JAX runs the chains and the draws lie; these are on the CPU where torch is without CUDA.
 
-    Raises:
-        ModuleNotFoundError: The extra is not installed. UnsupportedLayerError: A layer that cannot be translated.
-        ValueError: Anything else that is wrong with the arguments.
+    Raises UnsupportedLayerError for a layer that cannot be translated.
     """
     x, y = data
     sampler = HMC(model, likelihood, prior_variance=prior_variance, settings=settings, device=device)

@@ -135,10 +135,7 @@ def load_out_of_distribution(data_dir: str | Path | None = None) -> Pixels:
 def subset(images: Images, count: int, seed: int) -> Images:
     """The same set with `count` random rows for training, in their order, for quick runs; the test part is whole.
 
-    With one seed, a smaller subset is part of a larger one.
-
-    Raises:
-        ValueError: If there are not that many rows, or if a class has no row among those drawn.
+    With one seed, a smaller subset is part of a larger one. ValueError where a class has no row among those drawn.
     """
     rows = len(images.y_train)
     if not 1 <= count <= rows:
