@@ -17,6 +17,7 @@ from noisygrad.algorithm.block_factors import BlockFactors
 from noisygrad.algorithm.fisher import FisherAverage, FisherStart
 from noisygrad.algorithm.stacks import Stack, Stacks, can_stack
 from noisygrad.distributed import Ranks
+from noisygrad.families import packed
 from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
 from noisygrad.kernels.factorisation import FactorisationError, capturing, deferred, unchecked
 from noisygrad.kernels.switches import full_precision
@@ -33,8 +34,9 @@ class Covariance:
         start: What becomes of the identity that F̄ starts from.
         floor: Added to the diagonal of the Fisher as it is measured.
         ranks: The processes that share the work of a refresh.
-        lean: Whether to keep only what draws and steps need, in as little memory as possible; else whole precisions.
-        repeated: Whether several steps use the same factors.
+        lean: Whether to keep only what draws and steps need, in bands where that saves memory; else whole precisions,
+            which know their log-determinant.
+        repeated: Whether several steps use the same factors, so that preparing them pays.
     """
 
     def __init__(
@@ -203,16 +205,23 @@ class Covariance:
     def _of(
         self, statistics: Statistics, prior: Prior, block: Block, damping: float, *, together: bool = False
     ) -> BlockFactors:
-        return BlockFactors.of(
-            statistics,
-            prior,
-            damping,
-            self._mode,
-            noise=block.noise,
-            lean=self._lean,
-            repeated=self._repeated,
-            together=together,
-        )
+        """P = F̄ + Γ for draws and P + γ_ex I for steps; `together` makes both at once, in more memory."""
+        if block.noise and damping == 0.0:
+            precision = statistics.factorise(prior, 0.0, self._mode).drop_terms()
+            precision = precision.with_inverses() if self._repeated else precision
+            both = packed.pack_factors(precision) if self._lean else precision
+            return BlockFactors(both, both)
+        if together and block.noise:
+            draws, steps = statistics.factorise_pair(prior, damping, self._mode)
+            return BlockFactors(packed.pack_factors(draws.sampler()), packed.pack_factors(steps.solver()))
+        steps = statistics.factorise(prior, damping, self._mode).drop_terms()
+        whole = steps.with_inverses() if self._repeated and not self._lean else steps
+        stepper = packed.pack_factors(steps.solver()) if self._lean else whole
+        del whole, steps  # before the other is made
+        if not block.noise:
+            return BlockFactors(None, stepper)
+        draws = statistics.factorise(prior, 0.0, self._mode)
+        return BlockFactors(packed.pack_factors(draws.sampler()) if self._lean else draws.drop_terms(), stepper)
 
     def _store(self, block: Block, new: BlockFactors) -> None:
         old = self.factors.get(block.name)

@@ -41,11 +41,6 @@ def has_constant_rows(tensor: Tensor) -> bool:
     return tensor.stride(-1) == 0
 
 
-def map_constant_rows(function: TensorMap, tensor: Tensor) -> Tensor:
-    """`function` of each number; constant rows stay so."""
-    return function(tensor[..., :1]).expand(tensor.shape) if has_constant_rows(tensor) else function(tensor)
-
-
 class TensorMap(Protocol):
     """A function from tensor to tensor."""
 

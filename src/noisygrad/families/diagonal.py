@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from noisygrad.families import base
-from noisygrad.families.base import DampingMode, constant_rows, joined, map_constant_rows
+from noisygrad.families.base import DampingMode, constant_rows, has_constant_rows, joined
 from noisygrad.families.family import (
     Family,
     Layout,
@@ -38,7 +38,8 @@ class Prior(base.Prior):
     precision: Tensor
 
     def scaled(self, factor: float) -> Self:
-        return dataclasses.replace(self, precision=map_constant_rows(lambda values: values * factor, self.precision))
+        rows = self.precision[..., :1] if has_constant_rows(self.precision) else self.precision
+        return dataclasses.replace(self, precision=(rows * factor).expand(self.precision.shape))
 
     def times(self, vector: Tensor) -> Tensor:
         """Γ_j v_j."""

@@ -69,7 +69,7 @@ def fetch(
         downloads.mkdir(parents=True, exist_ok=True)
         for relative in entry.files:
             (directory / relative).parent.mkdir(exist_ok=True)
-        written = _UNPACK.get(entry.name, _fetch_table)(entry, directory, report or _silent)
+        written = _UNPACK.get(entry.name, _fetch_table)(entry, directory, report or (lambda name, done, total: None))
     except OSError as error:
         if isinstance(error, FetchError):
             raise
@@ -86,10 +86,6 @@ def _present(entry: DataSet, directory: Path) -> bool:
     except (MissingDataError, DamagedDataError):
         return False
     return True
-
-
-def _silent(name: str, done: int, total: int | None) -> None:
-    pass
 
 
 def _fetch_table(entry: DataSet, directory: Path, report: Report) -> list[Path]:
