@@ -131,7 +131,7 @@ def test_other_layers_have_their_like(name: str) -> None:
     model = random_weights(make())
     usual = copy.deepcopy(model)
     usual.__class__ = like
-    found, expected = (trained(each, x, ng.NoisyAdam).factors.statistics for each in (model, usual))
+    found, expected = (trained(each, x, ng.NoisyAdam).covariance.statistics for each in (model, usual))
     assert list(found) == list(expected)
     for block in found:
         for key, tensor in expected[block].tensors().items():
@@ -270,7 +270,7 @@ def test_layers_that_need_the_whole_batch_get_it() -> None:
     ng.register_layer(Whole, like=nn.Linear)
     ng.register_layer(Chosen, like=nn.Linear)
     x = torch.randn(8, 3)
-    assert trained(nn.Sequential(Whole(3, 2)), x).factors.statistics
+    assert trained(nn.Sequential(Whole(3, 2)), x).covariance.statistics
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -296,7 +296,7 @@ def test_examples_without_a_batch_and_other_orders() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.last(self.conv(x[0]).mean(-1)).unsqueeze(0)
 
-    assert trained(Single(), torch.randn(1, 3, 6)).factors.statistics
+    assert trained(Single(), torch.randn(1, 3, 6)).covariance.statistics
     encoder = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=False)
     encoder.linear1 = Own(4, 8)
 
@@ -308,7 +308,7 @@ def test_examples_without_a_batch_and_other_orders() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.last(self.encoder(x.transpose(0, 1)).mean(0))
 
-    assert trained(Text(), torch.randn(2, 3, 4)).factors.statistics
+    assert trained(Text(), torch.randn(2, 3, 4)).covariance.statistics
 
 
 def test_narrow_types_have_their_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:

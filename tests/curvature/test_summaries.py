@@ -99,10 +99,10 @@ def test_an_output_gradient_is_gone_before_the_next_is_there(monkeypatch):
     seen, alive = [], []
     real = Block.summarise
 
-    def summarise(self, unit, one):
+    def summarise(self, unit, one, current):
         alive.append(sum(reference() is not None for reference in seen))
         seen.append(weakref.ref(one.gradients))
-        return real(self, unit, one)
+        return real(self, unit, one, current)
 
     monkeypatch.setattr(Block, "summarise", summarise)
     gc.disable()
@@ -119,9 +119,9 @@ def test_the_passes_of_an_exact_fisher_are_not_kept(family, monkeypatch):
     made, alive, walks = [], [], []
     real, explored = Block.summarise, summaries.hookable
 
-    def summarise(self, unit, one):
+    def summarise(self, unit, one, current):
         alive.append(sum(reference() is not None for reference in made))
-        made.append(weakref.ref(found := real(self, unit, one)))
+        made.append(weakref.ref(found := real(self, unit, one, current)))
         return found
 
     monkeypatch.setattr(Block, "summarise", summarise)
@@ -152,7 +152,9 @@ def test_nothing_is_left_on_the_graph(monkeypatch):
     model, calls = chain(), []
     optimizer = ng.NoisyAdam(model, ng.Categorical(), num_data=50, stats_every=1, seed=0)
     real = Block.summarise
-    monkeypatch.setattr(Block, "summarise", lambda self, unit, one: calls.append(one) or real(self, unit, one))
+    monkeypatch.setattr(
+        Block, "summarise", lambda self, unit, one, current: calls.append(one) or real(self, unit, one, current)
+    )
     with optimizer.sampled() as draw:
         loss = draw.nll(model(torch.randn(6, 2, 5, 5)), torch.arange(6) % 3)
         taken = len(calls)

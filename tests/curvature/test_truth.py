@@ -164,7 +164,7 @@ def test_an_optimiser_takes_the_same_statistics(family: str) -> None:
     optimizer.step(lambda: (model(x), normal(5, 2, seed=8)))
     _, expected = measure(twin, gaussian(), x, family)
     for block in optimizer.structure.blocks:
-        fresh = block.identity(optimizer.covariance.priors[block.name], torch.float64, optimizer.device).tensors()
+        fresh = block.family.identity(optimizer.covariance.priors[block.name]).tensors()
         for key, tensor in optimizer.covariance.statistics[block.name].tensors().items():
             close(tensor, 0.5 * fresh[key] + 0.5 * expected[block.name].tensors()[key])
 
@@ -297,7 +297,7 @@ def test_tridiagonal_has_the_damped_blocks_it_claims() -> None:
     (block,) = structure.blocks
     assert block.family.name == "tridiagonal"
     gamma = 0.05
-    prior = block.prior(lambda name: gamma, torch.float64, torch.device("cpu"))
+    prior = block.prior(lambda name: gamma, x)
     precision = found[block.name].factorise(prior).to_dense()
 
     a, hidden = [], x

@@ -144,7 +144,7 @@ def test_without_terms_still_samples_and_says_what_it_cannot(name: str) -> None:
 def test_a_prior_of_another_family_is_refused() -> None:
     _, precision = CASES["kronecker-factored"](1, (), False, 0.0)
     with pytest.raises(TypeError, match="Kronecker"):
-        precision.trace(dense.Prior.from_precision(torch.ones(20)))
+        precision.trace(dense.Prior(torch.ones(20), diagonal=True))
 
 
 def test_fitted_chain_prior_forgets_its_factors_when_overwritten() -> None:

@@ -16,12 +16,11 @@ from noisygrad.families import dense, eigen, kl, kronecker
 from noisygrad.families.units import Slot, Unit
 from noisygrad.kernels import factorisation, squared_products
 from noisygrad.kernels.factorisation import FactorisationError, unchecked
-from support.families import close, columns, few, normal, positive, seeds
+from support.families import close, columns, few, layer_moments, normal, positive, seeds
 
 BATCHES: tuple[tuple[int, ...], ...] = ((), (2,), (2, 3))
 PRIORS = ("isotropic", "diagonal", "matrices")
 OUT, IN = 4, 5
-DOUBLE: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
 
 
 def spd(seed: int, batch: tuple[int, ...], size: int) -> Tensor:
@@ -50,14 +49,14 @@ def measure(activations: Tensor, gradients: Tensor, constant: bool, current: eig
     return eigen.EIGEN.measure([unit], {"layer": MatrixPass(activations, gradients, constant)}, current)
 
 
-def start(prior: kronecker.Prior, batch: tuple[int, ...]) -> eigen.Statistics:
-    return eigen.Statistics.identity(batch, prior.outputs.shape[-1], prior.inputs.shape[-1], prior, **DOUBLE)
+def start(prior: kronecker.Prior) -> eigen.Statistics:
+    return eigen.EIGEN.identity(prior)
 
 
 def fitted(kind: str, seed: int, batch: tuple[int, ...], outputs: int = OUT, inputs: int = IN) -> Any:
     """A prior, and a moving average whose bases are not those of its last A and S."""
     prior = make_prior(kind, seed, batch, outputs, inputs)
-    statistics = start(prior, batch)
+    statistics = start(prior)
     for i in range(3):
         data = examples(seed + 10 * i, (*batch, 6), 3, outputs, inputs)
         statistics.update_(measure(*data, True, statistics), 0.5)
@@ -68,7 +67,7 @@ def fitted(kind: str, seed: int, batch: tuple[int, ...], outputs: int = OUT, inp
 
 def one_basis(prior: kronecker.Prior, activations: Tensor, gradients: Tensor) -> eigen.Statistics:
     """All of the same examples: A and S, their bases, and R in these."""
-    begun = start(prior, activations.shape[:-3])
+    begun = start(prior)
     found = measure(activations, gradients, True, begun)
     found.refresh_basis_(prior)
     return measure(activations, gradients, True, found)
@@ -146,12 +145,10 @@ def test_precision_is_the_prior_plus_a_diagonal_in_the_basis(kind: str, batch: t
 @for_every_batch
 def test_starts_at_the_identity(kind: str, batch: tuple[int, ...]) -> None:
     prior = make_prior(kind, 2, batch)
-    begun = start(prior, batch)
+    begun = start(prior)
     eye = torch.eye(OUT * IN, dtype=torch.float64).expand(*batch, OUT * IN, OUT * IN)
     close(begun.factorise(prior).to_dense(), eye + dense_prior(prior, batch))
     assert list(begun.averages()) == ["inputs", "outputs", "fisher"]
-    one = make_prior(kind, 2, ())
-    close(start(one, (2, 3)).fisher[1, 2], start(one, ()).fisher)  # one prior for all replicas
 
 
 def test_no_fisher_leaves_the_prior() -> None:
@@ -241,7 +238,7 @@ def test_measured_statistics_are_the_dense_definition(
     matrices = per_example(activations, gradients, constant)
     white = current.left.mT.unsqueeze(-3) @ matrices @ current.right.unsqueeze(-3)
     close(measured.fisher, white.square().mean(-3))
-    plain = kronecker.Statistics.measure(activations, gradients, constant)
+    plain = layer_moments(activations, gradients, constant)
     close(measured.inputs, plain.inputs)
     close(measured.outputs, plain.outputs)
     assert measured.left is current.left
@@ -309,7 +306,7 @@ def test_equals_exact_kronecker_where_the_fisher_is_a_product(
     activations, gradients = inputs.repeat_interleave(6, dim=-3), torch.cat([outputs] * 7, dim=-3)
     statistics = one_basis(prior, activations, gradients)
     ours = statistics.factorise(prior, damping)
-    theirs = kronecker.Statistics.measure(activations, gradients, True).factorise(prior, damping, "exact")
+    theirs = layer_moments(activations, gradients, True).factorise(prior, damping, "exact")
     vector = normal(7, *batch, OUT * IN)
     for name in ("solve", "sample", "quad"):
         close(getattr(ours, name)(vector), getattr(theirs, name)(vector))
@@ -341,7 +338,7 @@ def test_an_improper_prior_is_refused(value: float, side: str) -> None:
     matrices = kronecker.Prior(torch.diag(prior.inputs), torch.diag(prior.outputs), diagonal=False)
     # A singular matrix is repaired with a warning, as `kronecker` does.
     for wrong in (prior,) if value <= 0 else (prior, matrices):
-        for use in (statistics.factorise, statistics.refresh_basis_, lambda prior: start(prior, ())):
+        for use in (statistics.factorise, statistics.refresh_basis_, start):
             with pytest.raises(FactorisationError):
                 use(wrong)
 

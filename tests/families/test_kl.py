@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from noisygrad.families import dense, diagonal, kronecker, tridiagonal
-from noisygrad.families.base import Statistics
+from noisygrad.families.base import Prior, Statistics
 from noisygrad.families.kl import kl_divergence, log_prob
 from support.families import CASES, close, columns, few, for_every_case, for_every_prior_like_case, normal, seeds
 
@@ -41,7 +41,7 @@ def test_kl_of_equals_is_zero_and_of_others_is_not(name: str, batch: tuple[int, 
     prior, precision = CASES[name](11, batch, fitted, 0.0)
     size = precision.to_dense().shape[-1]
     mode = "exact" if "exact" in name else "factored"
-    unchanged = no_fisher(batch, prior).factorise(prior, 0.0, mode)
+    unchanged = no_fisher(prior).factorise(prior, 0.0, mode)
     same = torch.zeros(*batch, size, dtype=torch.float64)
     kl = kl_divergence(unchanged, prior, same, 10.0)
     torch.testing.assert_close(kl, torch.zeros_like(kl), rtol=0, atol=1e-9)
@@ -56,18 +56,15 @@ def test_kl_of_a_posterior_to_itself_as_prior_is_zero(name: str, batch: tuple[in
     torch.testing.assert_close(kl, torch.zeros_like(kl), rtol=0, atol=1e-9)
 
 
-def no_fisher(batch: tuple[int, ...], prior: object) -> Statistics:
+def no_fisher(prior: Prior) -> Statistics:
     """Statistics of zero in the shape of the prior: a network whose outputs do not depend on the weights."""
-    zeros = {"dtype": torch.float64, "device": "cpu"}
-    if isinstance(prior, diagonal.Prior):
-        return diagonal.Statistics.identity(batch, 7, **zeros).map(torch.zeros_like)
-    if isinstance(prior, kronecker.Prior):
-        sizes = prior.outputs.shape[-1], prior.inputs.shape[-1]
-        return kronecker.Statistics.identity(batch, *sizes, **zeros).map(torch.zeros_like)
-    if isinstance(prior, tridiagonal.Prior):
-        sizes = [outputs.shape[-1] for outputs in prior.outputs], [inputs.shape[-1] for inputs in prior.inputs]
-        return tridiagonal.Statistics.identity(batch, *sizes, **zeros).map(torch.zeros_like)
-    return dense.Statistics.identity(batch, 7, **zeros).map(torch.zeros_like)
+    families = {
+        diagonal.Prior: diagonal.DIAGONAL,
+        kronecker.Prior: kronecker.KRONECKER,
+        tridiagonal.Prior: tridiagonal.TRIDIAGONAL,
+        dense.Prior: dense.DENSE,
+    }
+    return families[type(prior)].identity(prior).map(torch.zeros_like)
 
 
 @for_every_case
@@ -83,7 +80,7 @@ def test_log_prob_is_that_of_the_dense_gaussian(name: str, batch: tuple[int, ...
 
 
 def test_kl_to_an_improper_prior_is_infinite() -> None:
-    statistics = kronecker.Statistics.identity((), 2, 3, dtype=torch.float64, device="cpu")
     prior = kronecker.Prior.from_columns(torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64), 2)
+    statistics = kronecker.KRONECKER.identity(prior)
     kl = kl_divergence(statistics.factorise(prior), prior, torch.zeros(6, dtype=torch.float64), 1.0)
     assert kl == torch.inf

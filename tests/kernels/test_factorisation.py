@@ -18,12 +18,14 @@ from noisygrad.kernels.factorisation import FactorisationError, condition_number
 from noisygrad.kernels.products import second_moment
 from support.families import (
     CASES,
+    chain_moments,
     chain_prior,
     chain_statistics,
     close,
     columns,
     few,
     kronecker_statistics,
+    layer_moments,
     normal,
     positive,
     seeds,
@@ -53,28 +55,25 @@ def test_second_moment_is_that_of_rows_with_a_one(seed: int, p: int, q: int, bor
 def test_one_datum_without_sharing_has_the_exact_fisher() -> None:
     a, g = normal(1, 1, 1, 3), normal(2, 1, 1, 2)
     gradient = torch.outer(g[0, 0], torch.cat([a[0, 0], torch.ones(1).double()])).flatten()
-    statistics = kronecker.Statistics.measure(a, g, constant=True)
+    statistics = layer_moments(a, g, constant=True)
     close(kron(statistics.outputs, statistics.inputs), torch.outer(gradient, gradient))
     close(dense.Statistics.measure(gradient[None]).fisher, torch.outer(gradient, gradient))
-    close(diagonal.Statistics.measure(gradient[None]).fisher, gradient.square())
 
 
 def test_positions_are_summed_in_the_outputs_and_averaged_in_the_inputs() -> None:
     a, g = normal(1, 5, 4, 3), normal(2, 5, 4, 2)
-    statistics = kronecker.Statistics.measure(a, g, constant=False)
+    statistics = layer_moments(a, g, constant=False)
     close(statistics.inputs, torch.einsum("bti,btj->ij", a, a) / 20)
     close(statistics.outputs, torch.einsum("bti,btj->ij", g, g) / 5)
     # A chain of a layer with itself: the coupling is counted as the layer is.
-    chain = tridiagonal.Statistics.measure([a, a], [g, g], [False, False], [True])
+    chain = chain_moments([a, a], [g, g], [False, False])
     close(chain.cross_inputs[0], statistics.inputs)
     close(chain.cross_outputs[0], statistics.outputs)
 
 
 def test_uncoupled_layers_make_a_block_diagonal_precision() -> None:
     a, g = [normal(1, 3, 4, 2), normal(2, 3, 1, 3)], [normal(3, 3, 4, 2), normal(4, 3, 1, 2)]
-    with pytest.raises(ValueError, match="4 and 1 positions"):
-        tridiagonal.Statistics.measure(a, g, [True, False], [True])
-    chain = tridiagonal.Statistics.measure(a, g, [True, False], [False])
+    chain = chain_moments(a, g, [True, False])
     matrix = chain.factorise(tridiagonal.Prior.from_columns([torch.ones(3).double()] * 2, [2, 2])).to_dense()
     assert (matrix[:6, 6:] == 0).all()
     for block, layer in ((matrix[:6, :6], 0), (matrix[6:, 6:], 1)):
@@ -115,10 +114,10 @@ def test_exact_damping_adds_exactly() -> None:
     rows = normal(8, 3, 20)
     full = dense.Statistics.measure(rows)
     close(
-        full.factorise(dense.Prior.from_precision(prior.inputs.repeat(4)), 0.2).to_dense(),
+        full.factorise(dense.Prior(prior.inputs.repeat(4), diagonal=True), 0.2).to_dense(),
         full.fisher + gamma + 0.2 * eye,
     )
-    flat = diagonal.Statistics.measure(rows).factorise(diagonal.Prior(prior.inputs.repeat(4)), 0.2)
+    flat = diagonal.Statistics(rows.square().mean(-2)).factorise(diagonal.Prior(prior.inputs.repeat(4)), 0.2)
     close(flat.to_dense(), torch.diag(full.fisher.diagonal()) + gamma + 0.2 * eye)
 
 
@@ -254,7 +253,7 @@ def test_families_survive_near_singular_float32(family: str) -> None:
             prior = kronecker.Prior.from_columns(columns_, 1)
             precision = kronecker.Statistics(matrix, torch.ones(1, 1)).factorise(prior)
         elif family == "dense":
-            precision = dense.Statistics(matrix).factorise(dense.Prior.from_precision(columns_))
+            precision = dense.Statistics(matrix).factorise(dense.Prior(columns_, diagonal=True))
         else:
             prior = tridiagonal.Prior.from_columns([columns_, columns_], [2, 2])
             # Identical inputs in both layers: every canonical correlation is 1 but for the damping.
@@ -320,7 +319,7 @@ def test_bad_entries_raise_in_every_family(poison: float) -> None:
         lambda: inverse_root(torch.stack([eye, bad]), 1e-3),
         lambda: symmetric_eigh(bad),
         lambda: diagonal.Statistics(bad.diagonal()).factorise(diagonal.Prior(ones)),
-        lambda: dense.Statistics(bad).factorise(dense.Prior.from_precision(ones)),
+        lambda: dense.Statistics(bad).factorise(dense.Prior(ones, diagonal=True)),
         lambda: kronecker.Statistics(bad, eye).factorise(kronecker.Prior.from_columns(ones, 3)),
         lambda: kronecker.Statistics(eye, bad).factorise(kronecker.Prior.from_columns(ones, 3)),
         lambda: kronecker.Statistics(eye, bad).factorise(kronecker.Prior.from_columns(ones, 3), mode="exact"),

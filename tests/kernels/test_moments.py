@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from noisygrad.kernels.products import LARGE, gram, rows_times
+from noisygrad.kernels.products import LARGE_SIDE, gram, rows_times
 from support.truth import close
 
 
-@pytest.mark.parametrize("size", [5, LARGE + 3])
+@pytest.mark.parametrize("size", [5, LARGE_SIDE + 3])
 def test_gram_is_the_product_with_itself(size):
     rows = torch.randn(2, 11, size, dtype=torch.float64)
     close(gram(rows), rows.mT @ rows)

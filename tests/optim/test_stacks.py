@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from noisygrad.kernels.averages import average_
 from torch import Tensor, nn
 
 import noisygrad as ng
 from noisygrad.algorithm import stacks
 from noisygrad.algorithm.covariance import Covariance
 from noisygrad.kernels.factorisation import FactorisationError, deferred, inverse_root
+from noisygrad.kernels.tensors import average_
 from support.compare import tensors_of
 
 
@@ -274,7 +274,7 @@ def test_rounding_that_a_user_allows_is_off_in_factorisations_and_on_again_after
     """In a process of its own: torch has no way back from one kind of setting to the other."""
     script = f"""
 import torch
-from noisygrad.kernels.precision import full_precision
+from noisygrad.kernels.switches import full_precision
 cuda, cpu = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
 {PRECISIONS[how]}
 before = cuda.fp32_precision, cpu.fp32_precision

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from noisygrad.curvature.passes import MatrixPass
 from noisygrad.families import dense, diagonal, kronecker, tridiagonal
 from noisygrad.families.base import Precision, Prior
+from noisygrad.families.units import Unit
 
 BATCHES: tuple[tuple[int, ...], ...] = ((), (3,), (2, 2))
 seeds = st.integers(0, 10_000)
@@ -28,23 +30,46 @@ def positive(seed: int, *shape: int) -> Tensor:
 
 
 def diagonal_case(seed: int, batch: tuple[int, ...], fitted: bool, damping: float) -> tuple[Prior, Precision]:
-    prior = diagonal.Prior.from_precision(positive(seed, *batch, 7))
+    prior = diagonal.Prior(positive(seed, *batch, 7))
     if fitted:
-        prior = diagonal.Statistics.measure(normal(seed + 9, *batch, 3, 7)).factorise(prior).as_prior()
-    return prior, diagonal.Statistics.measure(normal(seed + 1, *batch, 4, 7)).factorise(prior, damping)
+        prior = diagonal.Statistics(normal(seed + 9, *batch, 3, 7).square().mean(-2)).factorise(prior).as_prior()
+    return prior, diagonal.Statistics(normal(seed + 1, *batch, 4, 7).square().mean(-2)).factorise(prior, damping)
 
 
 def dense_case(seed: int, batch: tuple[int, ...], fitted: bool, damping: float) -> tuple[Prior, Precision]:
-    prior = dense.Prior.from_precision(positive(seed, *batch, 7))
+    prior = dense.Prior(positive(seed, *batch, 7), diagonal=True)
     if fitted:
         prior = dense.Statistics.measure(normal(seed + 9, *batch, 3, 7)).factorise(prior).as_prior()
     return prior, dense.Statistics.measure(normal(seed + 1, *batch, 4, 7)).factorise(prior, damping)
 
 
+def layer_moments(activations: Tensor, gradients: Tensor, constant: bool) -> kronecker.Statistics:
+    """A and S of one pass through a layer."""
+    one = MatrixPass(activations, gradients, constant)
+    return kronecker.Statistics(one.input_moment(), one.output_moment())
+
+
+def chain_moments(
+    activations: Sequence[Tensor], gradients: Sequence[Tensor], constants: Sequence[bool]
+) -> tridiagonal.Statistics:
+    """What the family measures of one pass through a chain of layers."""
+    layers = enumerate(zip(activations, gradients, constants, strict=True))
+    passes = {str(index): MatrixPass(*layer) for index, layer in layers}
+    units = [
+        Unit(name, "matrix", one.gradients.shape[-1], one.activations.shape[-1] + one.constant, (), "Linear")
+        for name, one in passes.items()
+    ]
+    columns = [torch.ones(unit.inputs, dtype=torch.float64) for unit in units]
+    prior = tridiagonal.Prior.from_columns(columns, [unit.outputs for unit in units])
+    found = tridiagonal.TRIDIAGONAL.measure(units, passes, tridiagonal.TRIDIAGONAL.identity(prior))
+    assert isinstance(found, tridiagonal.Statistics)
+    return found
+
+
 def kronecker_statistics(seed: int, batch: tuple[int, ...], outputs: int, inputs: int) -> kronecker.Statistics:
     """One example of three positions: fewer than the sizes, so that both factors are singular."""
     activations, gradients = normal(seed, *batch, 1, 3, inputs - 1), normal(seed + 1, *batch, 1, 3, outputs)
-    return kronecker.Statistics.measure(activations, gradients, constant=True)
+    return layer_moments(activations, gradients, constant=True)
 
 
 def kronecker_case(mode: str, outputs: int = 4, inputs: int = 5) -> Callable[..., tuple[Prior, Precision]]:
@@ -64,7 +89,7 @@ def chain_statistics(seed: int, batch: tuple[int, ...], shapes: list[tuple[int, 
         normal(seed + i, *batch, 2, 2, n - c) for i, ((_, n), c) in enumerate(zip(shapes, constants, strict=True))
     ]
     gradients = [normal(seed + 50 + i, *batch, 2, 2, m) for i, (m, _) in enumerate(shapes)]
-    return tridiagonal.Statistics.measure(activations, gradients, constants, [True] * (len(shapes) - 1))
+    return chain_moments(activations, gradients, constants)
 
 
 def chain_prior(seed: int, batch: tuple[int, ...], shapes: list[tuple[int, int]]) -> tridiagonal.Prior:

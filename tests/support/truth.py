@@ -138,9 +138,8 @@ def measure(
             )
         )
     found: dict[str, Statistics] = {}
-    place = {"dtype": torch.float64, "device": torch.device("cpu")}
     for block in structure.blocks:
-        start = block.identity(block.prior(lambda name: 1.0, **place), **place)
+        start = block.family.identity(block.prior(lambda name: 1.0, torch.zeros(0, dtype=torch.float64)))
         measured = [block.measure(one, start) for one in passes]
         total = measured[0].map(torch.zeros_like)
         for m in measured:

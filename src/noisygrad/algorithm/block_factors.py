@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from noisygrad.families import packed
-from noisygrad.families.base import DampingMode, Prior, Sampler, Solver, SolverSampler, Statistics, TensorRecord
+from noisygrad.families.base import Sampler, Solver, SolverSampler, TensorRecord
 
 Record = TypeVar("Record", bound=TensorRecord)
 
@@ -25,58 +25,18 @@ class BlockFactors:
         """Whether both are one."""
         return isinstance(self.sampler, SolverSampler) and self.sampler is self.stepper
 
+    @classmethod
+    def made_of(cls, several: Sequence[BlockFactors], make: Callable[[Sequence[Any]], Any]) -> BlockFactors:
+        """Factors whose records are made of the same record of each of several; what was one stays one."""
+        stepper = make([factors.stepper for factors in several])
+        if several[0].shared:
+            return cls(stepper, stepper)
+        samplers = [factors.sampler for factors in several if factors.sampler is not None]
+        return cls(make(samplers) if samplers else None, stepper)
+
     def member(self, like: BlockFactors, lead: int, index: int) -> BlockFactors:
         """Those of one block in a stack's, as views of the sizes of `like`."""
-        stepper = member_of(self.stepper, like.stepper, lead, index)
-        if self.sampler is None or like.sampler is None:
-            return BlockFactors(None, stepper)
-        if self.shared:
-            assert isinstance(stepper, SolverSampler)
-            return BlockFactors(stepper, stepper)
-        return BlockFactors(member_of(self.sampler, like.sampler, lead, index), stepper)
-
-    @classmethod
-    def of(
-        cls,
-        statistics: Statistics,
-        prior: Prior,
-        damping: float,
-        mode: DampingMode,
-        *,
-        noise: bool,
-        lean: bool = True,
-        repeated: bool = True,
-        together: bool = False,
-    ) -> BlockFactors:
-        """Factorise P = F̄ + Γ, and P + γ_ex I.
-
-        Args:
-            statistics: F̄.
-            prior: Γ, in units of the Fisher.
-            damping: γ_ex.
-            mode: How the prior is added.
-            noise: Whether weights are drawn.
-            lean: Whether to keep only what sampling and solving need, in bands where that saves memory; else whole
-                precisions, which know their log-determinant.
-            repeated: Whether several steps use the same factors, so that preparing them pays.
-            together: Whether to make both at once, in more memory.
-        """
-        if noise and damping == 0.0:
-            precision = statistics.factorise(prior, 0.0, mode).drop_terms()
-            precision = precision.with_inverses() if repeated else precision
-            both = packed.pack_factors(precision) if lean else precision
-            return cls(both, both)
-        if together and noise:
-            draws, steps = statistics.factorise_pair(prior, damping, mode)
-            return cls(packed.pack_factors(draws.sampler()), packed.pack_factors(steps.solver()))
-        steps = statistics.factorise(prior, damping, mode).drop_terms()
-        whole = steps.with_inverses() if repeated and not lean else steps
-        stepper = packed.pack_factors(steps.solver()) if lean else whole
-        del whole, steps  # before the other is made
-        if not noise:
-            return cls(None, stepper)
-        draws = statistics.factorise(prior, 0.0, mode)
-        return cls(packed.pack_factors(draws.sampler()) if lean else draws.drop_terms(), stepper)
+        return self.made_of([self, like], lambda pair: member_of(pair[0], pair[1], lead, index))
 
     def records(self) -> dict[str, TensorRecord]:
         """What there is, by name: `stepper`, and `sampler` where that is another."""

@@ -17,6 +17,7 @@ from noisygrad.algorithm.block_factors import BlockFactors
 from noisygrad.algorithm.fisher import FisherAverage, FisherStart
 from noisygrad.algorithm.stacks import Stack, Stacks, can_stack
 from noisygrad.distributed import Ranks
+from noisygrad.families import packed
 from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
 from noisygrad.kernels.factorisation import FactorisationError, capturing, deferred, unchecked
 from noisygrad.kernels.switches import full_precision
@@ -29,14 +30,13 @@ class Covariance:
     """F̄ of every block, its prior Γ in units of the Fisher, and P = F̄ + Γ factorised.
 
     Args:
-        blocks: Where each lies in the flat vector, and of which family it is.
         priors: Γ of each block, by name.
-        damping_mode: How the prior is added to F̄.
         start: What becomes of the identity that F̄ starts from.
         floor: Added to the diagonal of the Fisher as it is measured.
         ranks: The processes that share the work of a refresh.
-        lean: Whether to keep only what draws and steps need, in as little memory as possible; else whole precisions.
-        repeated: Whether several steps use the same factors.
+        lean: Whether to keep only what draws and steps need, in bands where that saves memory; else whole precisions,
+            which know their log-determinant.
+        repeated: Whether several steps use the same factors, so that preparing them pays.
     """
 
     def __init__(
@@ -50,12 +50,10 @@ class Covariance:
         ranks: Ranks | None = None,
         lean: bool = True,
         repeated: bool = True,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         self.blocks = list(blocks)
         self.priors = priors
-        self.fisher = FisherAverage(self.blocks, priors, start=start, floor=floor, dtype=dtype, device=device)
+        self.fisher = FisherAverage(self.blocks, priors, start=start, floor=floor)
         self.statistics = self.fisher.statistics
         self.factors: dict[str, BlockFactors] = {}
         self.generation = 0
@@ -68,7 +66,7 @@ class Covariance:
         self._lean, self._repeated = lean, repeated
         self._ranks = Ranks.alone() if ranks is None else ranks
         self._owners = self._ranks.share_out([block.family.cost(block.units) for block in self.blocks])
-        self._dtype, self._device = dtype, device
+        self._device = self.fisher.moments.device
         self._diagonal = self._diagonal_prior()
 
     # ---------------------------------------------------------------- the prior
@@ -78,9 +76,9 @@ class Covariance:
         if not all(self.priors[block.name].is_diagonal for block in self.blocks):
             return None
         first = self.blocks[0]
-        total = torch.zeros(*first.units[0].replicas, self._size, dtype=self._dtype, device=self._device)
+        total = self.fisher.moments.new_zeros(*first.units[0].replicas, self._size)
         for block in self.blocks:
-            ones = torch.ones(*block.batch, block.size // block.num_groups, dtype=total.dtype, device=self._device)
+            ones = total.new_ones(*block.batch, block.size // block.num_groups)
             block.write_(total, self.priors[block.name].times(ones))
         least, most = total.aminmax()
         return least.item() if bool(least == most) else total
@@ -129,8 +127,7 @@ class Covariance:
     def refresh_where_finite_(self, dampings: Mapping[int, float]) -> Tensor:
         """Factorise anew; a replica whose factors come out not finite keeps those it had.
 
-        Returns:
-            For each replica, how many of its factorisations (for draws, for steps) were refused.
+        Returns how many factorisations (for draws, for steps) of each replica were refused.
         """
         with unchecked(self.traceable):
             try:
@@ -150,7 +147,7 @@ class Covariance:
     @property
     def traceable(self) -> bool:
         """Whether a refresh can be compiled and captured."""
-        return all(block.family.traceable(self._mode) for block in self.blocks)
+        return all(self._mode in block.family.traceable_modes for block in self.blocks)
 
     def _keep_finite_(self, new: Mapping[str, BlockFactors]) -> Tensor:
         """Where a Cholesky factorisation fails, a pivot is not positive, and the log-determinant is not finite."""
@@ -208,16 +205,23 @@ class Covariance:
     def _of(
         self, statistics: Statistics, prior: Prior, block: Block, damping: float, *, together: bool = False
     ) -> BlockFactors:
-        return BlockFactors.of(
-            statistics,
-            prior,
-            damping,
-            self._mode,
-            noise=block.noise,
-            lean=self._lean,
-            repeated=self._repeated,
-            together=together,
-        )
+        """P = F̄ + Γ for draws and P + γ_ex I for steps; `together` makes both at once, in more memory."""
+        if block.noise and damping == 0.0:
+            precision = statistics.factorise(prior, 0.0, self._mode).drop_terms()
+            precision = precision.with_inverses() if self._repeated else precision
+            both = packed.pack_factors(precision) if self._lean else precision
+            return BlockFactors(both, both)
+        if together and block.noise:
+            draws, steps = statistics.factorise_pair(prior, damping, self._mode)
+            return BlockFactors(packed.pack_factors(draws.sampler()), packed.pack_factors(steps.solver()))
+        steps = statistics.factorise(prior, damping, self._mode).drop_terms()
+        whole = steps.with_inverses() if self._repeated and not self._lean else steps
+        stepper = packed.pack_factors(steps.solver()) if self._lean else whole
+        del whole, steps  # before the other is made
+        if not block.noise:
+            return BlockFactors(None, stepper)
+        draws = statistics.factorise(prior, 0.0, self._mode)
+        return BlockFactors(packed.pack_factors(draws.sampler()) if self._lean else draws.drop_terms(), stepper)
 
     def _store(self, block: Block, new: BlockFactors) -> None:
         old = self.factors.get(block.name)

@@ -23,11 +23,7 @@ FisherStart = Literal["forgotten", "fading"]
 class FisherAverage:
     """F̄ of every block, all in one piece of memory, and how often each was measured.
 
-    Args:
-        blocks: The blocks.
-        priors: Γ of each block, by name, for families whose statistics depend on it.
-        start: What becomes of the identity that F̄ starts from.
-        floor: Added to the diagonal of the Fisher as it is measured.
+    F̄ starts from the identity; `floor` is added to the diagonal of the Fisher as it is measured.
     """
 
     def __init__(
@@ -37,20 +33,18 @@ class FisherAverage:
         *,
         start: FisherStart,
         floor: float,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         self.blocks = list(blocks)
-        identities = {b.name: packed.pack_statistics(b.identity(priors[b.name], dtype, device)) for b in self.blocks}
+        identities = {b.name: packed.pack_statistics(b.family.identity(priors[b.name])) for b in self.blocks}
         self.moments, self.statistics = _joined(identities)
-        self.updates = torch.zeros(len(self.blocks), dtype=dtype, device=device)
+        self.updates = self.moments.new_zeros(len(self.blocks))
         """k of each block."""
         self.bulky = self.moments.numel() > 2 * sum(block.size for block in self.blocks)
         """Whether there are many numbers for each weight, so that a copy of them is put where there is more room."""
         self._start, self._floor = start, floor
         self._measured = [0] * len(self.blocks)
         """The updates as the host knows them."""
-        self._on_cpu = device.type == "cpu"
+        self._on_cpu = self.moments.device.type == "cpu"
 
     def update_(
         self,

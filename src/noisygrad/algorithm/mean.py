@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from noisygrad.kernels.vectors import inner_product, scale_unless_one_
+from noisygrad.kernels.tensors import inner_product, scale_unless_one_
 
 Groups = Sequence[tuple[Mapping[str, Any], slice]]
 """The settings of each param group (`lr`, `momentum`), with its part of the flat vector."""
@@ -33,12 +33,10 @@ class Momentum(ABC):
 
     def of_gradient(self, gradient: Tensor, groups: Groups, mask: Tensor | None) -> Tensor:
         """What takes the gradient's place before it is preconditioned."""
-        del groups, mask
         return gradient
 
     def of_step(self, step: Tensor, groups: Groups, mask: Tensor | None) -> Tensor:
         """What takes the place of the preconditioned and clipped step."""
-        del groups, mask
         return step
 
 
@@ -100,8 +98,7 @@ class MeanUpdate:
     ) -> Tensor | None:
         """μ ← μ − lr · P⁻¹ ĝ, in place; a mask of 0 leaves everything as it was.
 
-        Returns:
-            The factor by which the trust region shortened the step, `[*replicas, 1]`; None without one.
+        Returns the factor by which the trust region shortened the step, `[*replicas, 1]`; None without one.
         """
         gradient = self.momentum.of_gradient(gradient, groups, mask)
         step = solve(gradient)

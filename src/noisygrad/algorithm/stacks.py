@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from noisygrad.algorithm.block_factors import BlockFactors, cropped_to, member_of
-from noisygrad.families.base import Prior, SolverSampler, Statistics, TensorRecord
+from noisygrad.families.base import Prior, Statistics, TensorRecord
 from noisygrad.posterior.blocks import Block
 
 Record = TypeVar("Record", bound=TensorRecord)
@@ -74,26 +74,15 @@ class Stack:
         return [self] if size >= count else [self._part(lead, k, min(k + size, count)) for k in range(0, count, size)]
 
     def _part(self, lead: int, first: int, stop: int) -> Stack:
-        def narrow(record: Record) -> Record:
-            return record.map(lambda tensor: tensor.narrow(lead, first, stop - first))
-
-        stepper, sampler = narrow(self.factors.stepper), self.factors.sampler
-        if self.factors.shared:
-            assert isinstance(stepper, SolverSampler)
-            factors = BlockFactors(stepper, stepper)
-        else:
-            factors = BlockFactors(None if sampler is None else narrow(sampler), stepper)
+        factors = BlockFactors.made_of([self.factors], lambda records: _narrow(records[0], lead, first, stop))
         start = self.start + first * self.height * self.width
-        return Stack(self.blocks[first:stop], factors, narrow(self.prior), start, self.width)
+        return Stack(self.blocks[first:stop], factors, _narrow(self.prior, lead, first, stop), start, self.width)
 
     def store_(self, new: BlockFactors) -> None:
         """Replace the factors by others, which are not padded."""
-        pairs: list[tuple[TensorRecord | None, TensorRecord | None]] = [(self.factors.stepper, new.stepper)]
-        if not new.shared:
-            pairs.append((self.factors.sampler, new.sampler))
-        for old, other in pairs:
-            if old is not None and other is not None:
-                cropped_to(old, other).copy_(other)
+        theirs = new.records()
+        for name, record in self.factors.records().items():
+            cropped_to(record, theirs[name]).copy_(theirs[name])
 
 
 class Stacks:
@@ -123,22 +112,13 @@ class Stacks:
 
     def tensors(self) -> list[Tensor]:
         """All factors, as they lie."""
-        records: list[TensorRecord | None] = []
-        for stack in self.stacks:
-            records += [stack.factors.stepper, None if stack.factors.shared else stack.factors.sampler]
-        return [tensor for record in records if record is not None for tensor in record.tensors().values()]
+        return [tensor for stack in self.stacks for tensor in stack.factors.tensors().values()]
 
     def _stacked(self, blocks: list[Block], found: list[BlockFactors], prior: Prior) -> Stack:
         lead = len(blocks[0].batch)
         inputs = blocks[0].units[0].inputs
         width = -(-inputs // ALIGNMENT) * ALIGNMENT
-        stepper = _stack([factors.stepper for factors in found], lead, width - inputs)
-        samplers = [factors.sampler for factors in found if factors.sampler is not None]
-        if found[0].shared:
-            assert isinstance(stepper, SolverSampler)
-            factors = BlockFactors(stepper, stepper)
-        else:
-            factors = BlockFactors(_stack(samplers, lead, width - inputs) if samplers else None, stepper)
+        factors = BlockFactors.made_of(found, lambda records: _stack(records, lead, width - inputs))
         for index, (block, own) in enumerate(zip(blocks, found, strict=True)):
             self.members[block.name] = factors.member(own, lead, index)
         return Stack(blocks, factors, prior, self.size, width)
@@ -188,6 +168,10 @@ def _key(factors: BlockFactors, prior: Prior) -> object:
     tensors = {**factors.stepper.tensors(), **{f"prior.{name}": tensor for name, tensor in prior.tensors().items()}}
     shapes = tuple((name, tensor.shape) for name, tensor in tensors.items())
     return shapes, str(prior.settings()), factors.sampler is None, factors.shared
+
+
+def _narrow(record: Record, dim: int, first: int, stop: int) -> Record:
+    return record.map(lambda tensor: tensor.narrow(dim, first, stop - first))
 
 
 def _together(records: Sequence[Record], lead: int) -> Record:

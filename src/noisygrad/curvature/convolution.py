@@ -61,12 +61,10 @@ class PatchedPass(MatrixPass):
 
     @cached_property
     def gradients(self) -> Tensor:  # type: ignore[override]
-        """The output gradients, `[B, positions, out]`."""
         return self._gradients.flatten(2).mT
 
     @property
     def examples(self) -> int:
-        """How many images there are."""
         return self._gradients.shape[0]
 
     @property
@@ -75,7 +73,6 @@ class PatchedPass(MatrixPass):
         return patches(self._module, self._images)
 
     def carried(self) -> dict[str, Tensor]:
-        """The images, not the patches."""
         return {"inputs": self._images, "gradients": self._gradients}
 
     def input_moment(self) -> Tensor:

@@ -51,15 +51,8 @@ register_layer(nn.Linear, Layer(linear_units, observe_linear, builtin=True))
 
 
 def _replicated_units(name: str, module: ReplicatedLinear, trainable: frozenset[str]) -> list[Unit]:
-    return matrix_units(
-        name,
-        module,
-        trainable,
-        module.out_features,
-        module.in_features,
-        chainable=True,
-        replicas=tuple(module.replicas),
-    )
+    outputs, inputs, replicas = module.out_features, module.in_features, tuple(module.replicas)
+    return matrix_units(name, module, trainable, outputs, inputs, chainable=True, replicas=replicas)
 
 
 def _observe_replicated(unit: Unit, module: ReplicatedLinear, inputs: Tensor, gradient: Tensor, batch: Batch) -> Pass:
@@ -194,7 +187,6 @@ def _observe_channels_first(unit: Unit, module: Any, inputs: Tensor, gradient: T
 
 for _kind in (nn.LayerNorm, nn.RMSNorm):
     register_layer(_kind, Layer(_norm_units, _observe_features_last, builtin=True))
-for _kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm):
-    register_layer(_kind, Layer(_norm_units, _observe_channels_first, builtin=True))
-for _kind in (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d):
+_batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+for _kind in (*_batch_norms, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d):
     register_layer(_kind, Layer(_norm_units, _observe_channels_first, builtin=True))

@@ -104,6 +104,12 @@ class Pass(ABC):
         """One pass for several calls of one layer, whose gradients add up within an example."""
 
 
+def _end_to_end(passes: Sequence[Pass], *names: str, dim: int = -2) -> tuple[Tensor, Tensor]:
+    """These two tensors of all calls, position after position."""
+    first, second = (torch.cat([getattr(one, name) for one in passes], dim=dim) for name in names)
+    return first, second
+
+
 @dataclass
 class MatrixPass(Pass):
     """A layer whose output is W a (+ b): activations `[..., B, T, in]`, output gradients `[..., B, T, out]`.
@@ -169,21 +175,15 @@ class MatrixPass(Pass):
     def squares_in_basis(self, left: Tensor, right: Tensor) -> Tensor:
         """Σ_b (Lᵀ G_b V)² for the per-example gradients G_b = Σ_t g_t a_tᵀ, `[..., out, in (+ 1)]`.
 
-        Args:
-            left: L, the basis of the outputs, `[..., out, out]`.
-            right: V, the basis of the inputs, `[..., in (+ 1), in (+ 1)]`; the last row is the constant's, if any.
+        L is the basis of the outputs, V of the inputs; its last row is the constant's, if there is one.
         """
         return sum_of_squares_in_basis(self.gradients, self.activations, left, right, self.constant)
 
     @classmethod
     def joined(cls, passes: Sequence[MatrixPass]) -> Pass:
         first = passes[0]
-        return MatrixPass(
-            torch.cat([p.activations for p in passes], dim=-2),
-            torch.cat([p.gradients for p in passes], dim=-2),
-            first.constant,
-            first.grouped,
-        )
+        activations, gradients = _end_to_end(passes, "activations", "gradients")
+        return MatrixPass(activations, gradients, first.constant, first.grouped)
 
 
 @dataclass
@@ -212,13 +212,7 @@ class ElementwisePass(Pass):
 
     @classmethod
     def joined(cls, passes: Sequence[Self]) -> Self:
-        first = passes[0]
-        return cls(
-            torch.cat([p.normalised for p in passes], dim=-2),
-            torch.cat([p.gradients for p in passes], dim=-2),
-            first.scale,
-            first.shift,
-        )
+        return cls(*_end_to_end(passes, "normalised", "gradients"), passes[0].scale, passes[0].shift)
 
 
 @dataclass
@@ -260,11 +254,7 @@ class EmbeddingPass(Pass):
 
     @classmethod
     def joined(cls, passes: Sequence[Self]) -> Self:
-        return cls(
-            torch.cat([p.indices for p in passes], dim=1),
-            torch.cat([p.gradients for p in passes], dim=1),
-            passes[0].entries,
-        )
+        return cls(*_end_to_end(passes, "indices", "gradients", dim=1), passes[0].entries)
 
 
 @dataclass

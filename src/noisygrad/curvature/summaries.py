@@ -49,20 +49,16 @@ class PassSummary(Pass):
 
     @property
     def examples(self) -> int:
-        """How many examples the pass had."""
         return self.count
 
     def rows(self) -> Tensor:
-        """Raises TypeError: a summary has no per-example gradients."""
         raise TypeError("a summary of a pass has no per-example gradients")
 
     def carried(self) -> dict[str, Tensor]:
-        """The numbers that stand for the inputs and gradients."""
         return self.sizes
 
     @classmethod
     def joined(cls, passes: Sequence[Pass]) -> Pass:
-        """Raises TypeError: several calls are joined before."""
         raise TypeError("the calls of a layer are joined before they are summarised")
 
 
@@ -74,12 +70,10 @@ class SquareSummary(PassSummary):
 
     @classmethod
     def of(cls, one: Pass, unit: Unit) -> SquareSummary:
-        """The summary of a pass through a unit."""
         sums = one.layout_squares(unit)
         return cls(one.examples, _sizes(one, sums), sums)
 
     def layout_squares(self, unit: Unit) -> list[Tensor]:
-        """The sums of squares, in the pieces of the pass."""
         return self.sums
 
 
@@ -91,13 +85,11 @@ class MomentSummary(PassSummary):
 
     @classmethod
     def of(cls, one: MatrixPass) -> MomentSummary:
-        """The summary of a pass."""
         moments = one.moments()
         _, outputs = moments.diagonals()  # type: ignore[attr-defined]
         return cls(one.examples, _sizes(one, [outputs]), moments)
 
     def moments(self) -> Statistics:
-        """A and S."""
         return self.kept
 
 
@@ -116,16 +108,12 @@ class BasisSummary(PassSummary):
         return cls(one.examples, _sizes(one, [squares]), one.input_moment(), one.output_moment(), squares)
 
     def input_moment(self) -> Tensor:
-        """A."""
         return self.inputs
 
     def output_moment(self) -> Tensor:
-        """S."""
         return self.outputs
 
     def squares_in_basis(self, left: Tensor, right: Tensor) -> Tensor:
-        """The sums of squares, in the basis that they were taken in."""
-        del left, right
         return self.in_basis
 
 

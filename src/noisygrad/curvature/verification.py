@@ -15,7 +15,6 @@ from noisygrad.curvature.passes import Batch
 from noisygrad.curvature.registry import Layer
 from noisygrad.families.units import Unit
 from noisygrad.kernels.factorisation import capturing
-from noisygrad.kernels.random import own_random_numbers
 
 EXAMPLES = 2
 """How many examples of a batch are looked at."""
@@ -59,16 +58,15 @@ def verify_layer(
         # A forward may want the whole batch, or have its batch elsewhere.
         with suppress(Exception):
             repeated = call.repeat(dim)
-    if repeated is None:
-        repeated = call.repeat(None)
+    rows, by_autograd, tolerance = repeated or call.repeat(None)
     conclusive = True
-    for name, found, true in call.comparisons(repeated):
+    for name, found, true in call.comparisons(rows, by_autograd):
         scale = torch.maximum(true.norm(), found.norm())
         if not bool(scale.isfinite()) or not bool(scale):
             conclusive = False  # an input that is 0 everywhere, or not finite, shows nothing
             continue
         error = float((found - true).norm() / scale)
-        if error > repeated.tolerance:
+        if error > tolerance:
             raise ValueError(
                 f"{call.title}: the gradient of {name!r} by its registered layer "
                 f"differs from autograd's, by {error:.1%} of its norm. If it was registered with like=, its forward "
@@ -78,17 +76,6 @@ def verify_layer(
             )
     if conclusive:
         _VERIFIED.add(module)
-
-
-@dataclass(frozen=True)
-class _Gradients:
-    """Per-example gradients of one call, twice."""
-
-    rows: list[tuple[Unit, Tensor]]
-    """By the layer: for each unit `[*replicas, examples, numbers]`."""
-    by_autograd: list[dict[str, Tensor]]
-    """By autograd: for each example, by the parameter's name in the module."""
-    tolerance: float
 
 
 @dataclass(frozen=True)
@@ -114,11 +101,12 @@ class _Call:
             raise TypeError(f"{self.title}: the first argument must be a tensor; got {type(first).__name__}")
         return first
 
-    def repeat(self, dim: int | None) -> _Gradients:
-        """The gradients of a call like this one by the layer and by autograd.
+    def repeat(self, dim: int | None) -> tuple[list[tuple[Unit, Tensor]], list[dict[str, Tensor]], float]:
+        """The gradients of a call like this one, by the layer and by autograd, and how much they may differ.
 
         With `dim`, the dimension of the batch, of each of a few examples. With None summed over all: gradients are
-        summed over examples and positions alike, so all may count as one example.
+        summed over examples and positions alike, so all may count as one example. By the layer they are
+        `[*replicas, examples, numbers]` of each unit, by autograd by the parameter's name in the module.
         """
         args, kwargs = self._arguments(dim)
         inputs = self.inputs(args, kwargs)
@@ -140,18 +128,20 @@ class _Call:
                 rows.append((plain, self.layer.observe(plain, self.module, inputs.detach(), gradient, batch).rows()))
         types = {tensor.dtype for tensor in (inputs, output, *leaves) if tensor.is_floating_point()}
         narrow = torch.is_autocast_enabled(device.type) or not types <= TOLERANCES.keys()
-        return _Gradients(rows, by_autograd, COARSE_TOLERANCE if narrow else max(TOLERANCES[kind] for kind in types))
+        return rows, by_autograd, COARSE_TOLERANCE if narrow else max(TOLERANCES[kind] for kind in types)
 
-    def comparisons(self, gradients: _Gradients) -> Iterator[tuple[str, Tensor, Tensor]]:
+    def comparisons(
+        self, by_layer: Sequence[tuple[Unit, Tensor]], by_autograd: Sequence[dict[str, Tensor]]
+    ) -> Iterator[tuple[str, Tensor, Tensor]]:
         """The name of each parameter, its gradient by the layer and by autograd, for each example."""
-        size = len(gradients.by_autograd)
-        for unit, rows in gradients.rows:
+        size = len(by_autograd)
+        for unit, rows in by_layer:
             if rows.shape[-2:] != (size, unit.size):
                 raise ValueError(
                     f"{self.title}: `observe` gives gradients of unit {unit.name!r} for {rows.shape[-2]} examples with "
                     f"{rows.shape[-1]} numbers each, but the batch keeps {size}, and `units` says {unit.size} numbers"
                 )
-            for row, true in zip(rows.unbind(dim=-2), gradients.by_autograd, strict=True):
+            for row, true in zip(rows.unbind(dim=-2), by_autograd, strict=True):
                 own = {slot.parameter: true[_own_name(slot.parameter, true)] for slot in unit.slots}
                 for slot, part in unit.views(row, {name: tensor.shape for name, tensor in own.items()}):
                     yield slot.parameter, part, slot.of(own[slot.parameter], len(unit.replicas)).to(part)
@@ -186,7 +176,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
     """Autograd is on inside, and neither random numbers nor hooks on saved tensors, as of checkpoints, are affected."""
     with (
         torch.enable_grad(),
-        own_random_numbers(device),
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
         torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
     ):
         yield

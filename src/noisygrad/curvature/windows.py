@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -11,12 +12,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from noisygrad.kernels import squares
-from noisygrad.kernels.unfold import unfold
+from noisygrad.kernels.scratch import memory_bound
 
 
 def patches(module: Any, inputs: Tensor) -> Tensor:
     """The input patch under each output position, `[B, positions, channels · kernel]`, in the order of the weight."""
-    return unfold(_padded(module, inputs), module.kernel_size, module.stride, module.dilation)
+    images, kernel = _padded(module, inputs), module.kernel_size
+    if len(kernel) == 2 and memory_bound(images):  # on a GPU it would be one launch for each image
+        return F.unfold(images, kernel, dilation=module.dilation, stride=module.stride).mT
+    (batch, channels, *sizes), (next_image, next_channel, *next_pixel) = images.shape, images.stride()
+    axes = list(zip(sizes, next_pixel, kernel, module.stride, module.dilation, strict=True))
+    positions = [(size - gap * (taps - 1) - 1) // step + 1 for size, _, taps, step, gap in axes]
+    next_position = [pixel * step for _, pixel, _, step, _ in axes]
+    next_tap = [pixel * gap for _, pixel, _, _, gap in axes]
+    windows = images.as_strided(
+        (batch, *positions, channels, *kernel), (next_image, *next_position, next_channel, *next_tap)
+    )
+    return windows.reshape(batch, math.prod(positions), channels * math.prod(kernel))
 
 
 def _padded(module: Any, inputs: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, Self
 
 import torch
@@ -31,19 +31,14 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-1)
 
 
-def constant_rows(value: float, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+def constant_rows(value: float, shape: Sequence[int], like: Tensor) -> Tensor:
     """A tensor of one number throughout, which is in memory once for each row."""
-    return torch.full((*shape[:-1], 1), value, dtype=dtype, device=device).expand(*shape)
+    return like.new_full((*shape[:-1], 1), value).expand(*shape)
 
 
 def has_constant_rows(tensor: Tensor) -> bool:
     """Whether each row is known to be of one number throughout."""
     return tensor.stride(-1) == 0
-
-
-def map_constant_rows(function: TensorMap, tensor: Tensor) -> Tensor:
-    """`function` of each number; constant rows stay so."""
-    return function(tensor[..., :1]).expand(tensor.shape) if has_constant_rows(tensor) else function(tensor)
 
 
 class TensorMap(Protocol):
@@ -59,17 +54,13 @@ class TensorRecord:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor under a dotted name (`inputs`, `cross.0`), in a fixed order."""
-        return dict(self._walk())
-
-    def _walk(self) -> Iterator[tuple[str, Tensor]]:
+        found: dict[str, Tensor] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, Tensor):
-                yield field.name, value
-            elif isinstance(value, tuple):
-                for index, item in enumerate(value):
-                    if isinstance(item, Tensor):
-                        yield f"{field.name}.{index}", item
+            several = value if isinstance(value, tuple) else ()
+            named = {field.name: value} | {f"{field.name}.{index}": item for index, item in enumerate(several)}
+            found |= {name: item for name, item in named.items() if isinstance(item, Tensor)}
+        return found
 
     def settings(self) -> dict[str, Any]:
         """The fields that are not tensors."""
@@ -131,17 +122,17 @@ class Prior(TensorRecord, ABC):
     """A prior's precision in the structure of one family."""
 
     @property
-    @abstractmethod
     def is_diagonal(self) -> bool:
-        """Whether weights are independent under it."""
+        """Whether weights are independent under it; a family with both kinds has a field `diagonal`."""
+        return bool(self.settings().get("diagonal", True))
 
     @abstractmethod
     def scaled(self, factor: float) -> Self:
         """The same prior with its precision multiplied by `factor`."""
 
-    @abstractmethod
     def quad(self, vector: Tensor) -> Tensor:
         """vᵀ Γ v, shape `[...]`."""
+        return (vector * self.times(vector)).sum(-1)
 
     @abstractmethod
     def times(self, vector: Tensor) -> Tensor:
@@ -174,7 +165,6 @@ class Statistics(TensorRecord, ABC):
 
     def refresh_basis_(self, prior: Any) -> None:
         """In place, before a factorisation: what is no average, and follows from the averages, is made anew."""
-        del prior
 
     @torch.no_grad()
     def add_floor_(self, floor: float) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -26,7 +26,8 @@ from noisygrad.kernels.factorisation import FactorisationError, inverse_root, ro
 from noisygrad.kernels.products import between
 
 
-class Blocks(Protocol):
+@dataclasses.dataclass
+class Blocks(base.TensorRecord):
     """The blocks F_ii = S_i ⊗ A_i and F_{i,i+1} = Gx_i ⊗ Ax_i of a chain."""
 
     inputs: tuple[Tensor, ...]
@@ -36,19 +37,10 @@ class Blocks(Protocol):
 
 
 @dataclasses.dataclass
-class Prior(base.Prior):
+class Prior(Blocks, base.Prior):
     """Γ: independent layers, by vectors per layer, if `diagonal`; else an earlier fit's blocks, with its couplings."""
 
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    cross_inputs: tuple[Tensor, ...]
-    cross_outputs: tuple[Tensor, ...]
     diagonal: bool
-
-    @property
-    def is_diagonal(self) -> bool:
-        """Whether layers, and their weights, are independent."""
-        return self.diagonal
 
     @classmethod
     def from_columns(cls, columns: Sequence[Tensor], outputs: Sequence[int]) -> Self:
@@ -57,16 +49,11 @@ class Prior(base.Prior):
         return cls(tuple(columns), ones, (), (), diagonal=True)
 
     def scaled(self, factor: float) -> Self:
-        """Γ times `factor`."""
         return dataclasses.replace(
             self,
             outputs=tuple(outputs * factor for outputs in self.outputs),
             cross_outputs=tuple(cross * factor for cross in self.cross_outputs),
         )
-
-    def quad(self, vector: Tensor) -> Tensor:
-        """vᵀ Γ v."""
-        return (vector * self.times(vector)).sum(-1)
 
     def times(self, vector: Tensor) -> Tensor:
         """Γ v; the first call for a fitted prior factorises its blocks, which are then kept."""
@@ -76,7 +63,6 @@ class Prior(base.Prior):
         return vector * _join(rows)
 
     def logdet(self) -> Tensor:
-        """log |Γ|."""
         if not self.diagonal:
             return self._factorised().logdet()
         return torch.stack([layer.logdet() for layer in self.layers()]).sum(0)
@@ -101,7 +87,7 @@ class Prior(base.Prior):
 
 
 @dataclasses.dataclass
-class Precision(base.Precision):
+class Precision(Blocks, base.Precision):
     """P⁻¹ = Ξᵀ Λ Ξ of a chain: ΨA and ΨG per pair; K1 = `right`, K2 = `left`, R = `spectrum` per layer; P's blocks."""
 
     psi_inputs: tuple[Tensor, ...]
@@ -112,13 +98,8 @@ class Precision(base.Precision):
     left_basis: tuple[Tensor, ...]
     right_basis: tuple[Tensor, ...]
     log_determinant: Tensor
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    cross_inputs: tuple[Tensor, ...]
-    cross_outputs: tuple[Tensor, ...]
 
     def drop_terms(self) -> Self:
-        """A copy without P's blocks, that can only solve, sample and take traces, for caches used at every step."""
         return dataclasses.replace(self, inputs=(), outputs=(), cross_inputs=(), cross_outputs=())
 
     def solve(self, vector: Tensor) -> Tensor:
@@ -254,9 +235,9 @@ def factorise_blocks(blocks: Blocks, floors: Sequence[tuple[Tensor, Tensor]]) ->
         left.append(root_s @ bases_s[i] if i < len(bases_s) else root_s)
         right.append(root_a @ bases_a[i] if i < len(bases_a) else root_a)
         total = total + spectra[-1].log().sum((-2, -1))
-    psi, roots = (tuple(psi_a), tuple(psi_s)), (tuple(left), tuple(right), tuple(spectra))
     terms = (blocks.inputs, blocks.outputs, blocks.cross_inputs, blocks.cross_outputs)
-    return Precision(*psi, *roots, tuple(bases_s), tuple(bases_a), total, *terms)
+    psi, bases = (tuple(psi_a), tuple(psi_s)), (tuple(bases_s), tuple(bases_a))
+    return Precision(*terms, *psi, tuple(left), tuple(right), tuple(spectra), *bases, total)
 
 
 def _correlate(root: Tensor, cross: Tensor, next_root: Tensor, bases: list[Tensor], psis: list[Tensor]) -> Tensor:

@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from noisygrad.families import base
+from noisygrad.families import base, factors
 from noisygrad.families.base import DampingMode
 from noisygrad.families.diagonal import DIAGONAL, join_units
 from noisygrad.families.family import Family, Layout, Part, PrecisionOf, register_family, weight_precisions
-from noisygrad.families.units import Unit
+from noisygrad.families.units import Span, Unit
 from noisygrad.kernels.factorisation import FactorisationError, inverse_root, not_positive, rounding_floor
 
 LARGEST = 20_000
@@ -27,30 +27,13 @@ class Prior(base.Prior):
     precision: Tensor
     diagonal: bool
 
-    @property
-    def is_diagonal(self) -> bool:
-        """Whether it is given by its diagonal."""
-        return self.diagonal
-
-    @classmethod
-    def from_precision(cls, columns: Tensor) -> Self:
-        """The prior with these precisions per weight, `[..., n]`."""
-        return cls(columns, diagonal=True)
-
     def scaled(self, factor: float) -> Self:
-        """Γ times `factor`."""
         return dataclasses.replace(self, precision=self.precision * factor)
 
-    def quad(self, vector: Tensor) -> Tensor:
-        """vᵀ Γ v."""
-        return (vector * self.times(vector)).sum(-1)
-
     def times(self, vector: Tensor) -> Tensor:
-        """Γ v."""
         return self.precision * vector if self.diagonal else _apply(self.precision, vector)
 
     def logdet(self) -> Tensor:
-        """log |Γ|."""
         if self.diagonal:
             return self.precision.log().sum(-1)
         logdet: Tensor = torch.linalg.slogdet(self.precision).logabsdet
@@ -64,22 +47,12 @@ class Statistics(base.Statistics):
     fisher: Tensor
 
     @classmethod
-    def identity(cls, batch: Sequence[int], size: int, *, dtype: torch.dtype, device: torch.device | str) -> Self:
-        """The Fisher at the start: the identity."""
-        return cls(torch.eye(size, dtype=dtype, device=device).expand(*batch, size, size).clone())
-
-    @classmethod
     def measure(cls, rows: Tensor) -> Self:
         """The second moment of per-example gradients `[..., B, n]`."""
         return cls(rows.mT @ rows / rows.shape[-2])
 
     def factorise(self, prior: Prior, damping: float = 0.0, mode: DampingMode = "factored") -> Precision:
-        """P = F + Γ + γ_ex I; `mode` changes nothing, a matrix is always damped exactly.
-
-        Raises:
-            FactorisationError: P is not finite or not positive definite.
-        """
-        del mode
+        """P = F + Γ + γ_ex I; `mode` changes nothing, a matrix is always damped exactly."""
         if prior.diagonal:
             matrix = self.fisher + torch.diag_embed(prior.precision + damping)
             floor = prior.precision.amin(-1) + damping
@@ -112,11 +85,9 @@ class Precision(base.Precision):
         return _apply(self.root, noise)
 
     def quad(self, vector: Tensor) -> Tensor:
-        """vᵀ P v."""
         return (vector * _apply(self.matrix, vector)).sum(-1)
 
     def logdet(self) -> Tensor:
-        """log |P|."""
         return self.log_determinant
 
     def trace(self, prior: base.Prior) -> Tensor:
@@ -127,11 +98,9 @@ class Precision(base.Precision):
         return (self.root * weighted).sum((-2, -1))
 
     def to_dense(self) -> Tensor:
-        """P."""
         return self.matrix
 
     def as_prior(self) -> Prior:
-        """The prior with precision P."""
         return Prior(self.matrix, diagonal=False)
 
 
@@ -153,7 +122,6 @@ class Dense(Family):
 
     def partition(self, units: Sequence[Unit], every_unit: Sequence[Unit]) -> Iterator[Part]:
         """One block of all layers that are known; a parameter of unknown use is diagonal."""
-        del every_unit
         together = [unit for unit in units if unit.kind != "other"]
         size = sum(unit.size for unit in together)
         if size > LARGEST:
@@ -166,18 +134,9 @@ class Dense(Family):
         if rest := [unit for unit in units if unit.kind == "other"]:
             yield Part("diagonal", DIAGONAL, tuple(rest))
 
-    def identity(
-        self,
-        units: Sequence[Unit],
-        batch: Sequence[int],
-        prior: base.Prior,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Statistics:
-        """F = I."""
-        del prior
-        return Statistics.identity(batch, sum(unit.size for unit in units), dtype=dtype, device=device)
+    def identity(self, prior: base.Prior) -> Statistics:
+        assert isinstance(prior, Prior)
+        return Statistics(factors.identity(prior.precision, prior.diagonal))
 
     def measure(self, units: Sequence[Unit], passes: Mapping[str, Any], current: base.Statistics) -> base.Statistics:
         """The second moment of gradients; a layer that took no part has none."""
@@ -186,20 +145,10 @@ class Dense(Family):
             return self.unmeasured(current)
         return Statistics.measure(join_units(units, rows))
 
-    def prior(
-        self,
-        units: Sequence[Unit],
-        batch: Sequence[int],
-        precision_of: PrecisionOf,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Prior:
-        """A precision for each weight."""
-        return Prior(weight_precisions(units, batch, precision_of, dtype=dtype, device=device), diagonal=True)
+    def prior(self, span: Span, precision_of: PrecisionOf, like: Tensor) -> Prior:
+        return Prior(weight_precisions(span, precision_of, like), diagonal=True)
 
     def cost(self, units: Sequence[Unit]) -> float:
-        """The cube of the size."""
         return float(sum(unit.size for unit in units)) ** 3
 
     def pieces(self, units: Sequence[Unit], statistics: base.Statistics) -> list[tuple[str, Tensor]]:
@@ -209,7 +158,6 @@ class Dense(Family):
         return [(unit.name, part) for unit, part in zip(units, parts, strict=True)]
 
     def fitted_prior_shapes(self, statistics: base.Statistics) -> dict[str, torch.Size]:
-        """A matrix like F."""
         return {"precision": statistics.tensors()["fisher"].shape}
 
 

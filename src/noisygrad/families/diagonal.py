@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from noisygrad.families import base
-from noisygrad.families.base import DampingMode, constant_rows, joined, map_constant_rows
+from noisygrad.families.base import DampingMode, constant_rows, has_constant_rows, joined
 from noisygrad.families.family import (
     Family,
     Layout,
@@ -23,7 +23,7 @@ from noisygrad.families.family import (
     register_family,
     weight_precisions,
 )
-from noisygrad.families.units import Unit
+from noisygrad.families.units import Span, Unit
 from noisygrad.kernels.factorisation import capturing, factorisation_error, not_positive
 from noisygrad.kernels.threads import run_in_threads
 
@@ -37,30 +37,15 @@ class Prior(base.Prior):
 
     precision: Tensor
 
-    @property
-    def is_diagonal(self) -> bool:
-        """Always."""
-        return True
-
-    @classmethod
-    def from_precision(cls, columns: Tensor) -> Self:
-        """The prior with these precisions, `[..., n]`."""
-        return cls(columns)
-
     def scaled(self, factor: float) -> Self:
-        """Γ times `factor`."""
-        return dataclasses.replace(self, precision=map_constant_rows(lambda values: values * factor, self.precision))
-
-    def quad(self, vector: Tensor) -> Tensor:
-        """Σ Γ_j v_j²."""
-        return (self.precision * vector.square()).sum(-1)
+        rows = self.precision[..., :1] if has_constant_rows(self.precision) else self.precision
+        return dataclasses.replace(self, precision=(rows * factor).expand(self.precision.shape))
 
     def times(self, vector: Tensor) -> Tensor:
         """Γ_j v_j."""
         return self.precision * vector
 
     def logdet(self) -> Tensor:
-        """Σ log Γ_j."""
         return self.precision.log().sum(-1)
 
 
@@ -70,28 +55,12 @@ class Statistics(base.Statistics):
 
     fisher: Tensor
 
-    @classmethod
-    def identity(cls, batch: Sequence[int], size: int, *, dtype: torch.dtype, device: torch.device | str) -> Self:
-        """The Fisher at the start: ones."""
-        return cls(torch.ones(*batch, size, dtype=dtype, device=device))
-
-    @classmethod
-    def measure(cls, rows: Tensor) -> Self:
-        """The mean square of per-example gradients `[..., B, n]` (not the square of their mean)."""
-        return cls(rows.square().mean(-2))
-
     @torch.no_grad()
     def add_floor_(self, floor: float) -> None:
-        """In place: f + floor."""
         self.fisher.add_(floor)
 
     def factorise(self, prior: Prior, damping: float = 0.0, mode: DampingMode = "factored") -> Precision:
-        """P = f + Γ + γ_ex; `mode` changes nothing, a diagonal is always damped exactly.
-
-        Raises:
-            FactorisationError: an entry of P is not finite or not above 0.
-        """
-        del mode
+        """P = f + Γ + γ_ex; `mode` changes nothing, a diagonal is always damped exactly."""
         diagonal = self.fisher + prior.precision + damping
         if not capturing():
             smallest, largest = (float(value) for value in torch.stack(diagonal.aminmax()).cpu())
@@ -99,60 +68,6 @@ class Statistics(base.Statistics):
                 condition = math.nan if not math.isfinite(smallest + largest) else math.inf
                 raise factorisation_error(diagonal.shape[-1], condition, damping, not_positive(diagonal))
         return Precision(diagonal, diagonal.rsqrt())
-
-
-@dataclasses.dataclass
-class Precision(base.Precision):
-    """P = diag(p), kept with p^-½."""
-
-    diagonal: Tensor
-    inverse_root: Tensor
-
-    def sampler(self) -> base.Sampler:
-        """p^-½ alone."""
-        return Root(self.inverse_root)
-
-    def solver(self) -> base.Solver:
-        """p alone."""
-        return Divisor(self.diagonal)
-
-    def solve(self, vector: Tensor) -> Tensor:
-        """v / p."""
-        return vector / self.diagonal
-
-    def sample(self, noise: Tensor) -> Tensor:
-        """z / √p."""
-        return noise * self.inverse_root
-
-    def perturb(self, mean: Tensor, noise: Tensor, scale: float, out: Tensor) -> None:
-        """Write mean + scale · z / √p."""
-        torch.addcmul(mean, noise, self.inverse_root, value=scale, out=out)
-
-    def quad(self, vector: Tensor) -> Tensor:
-        """Σ p_j v_j²."""
-        return (self.diagonal * vector.square()).sum(-1)
-
-    def logdet(self) -> Tensor:
-        """Σ log p_j."""
-        return self.diagonal.log().sum(-1)
-
-    def trace(self, prior: base.Prior) -> Tensor:
-        """Σ Γ_j / p_j."""
-        if not isinstance(prior, Prior):
-            raise TypeError(f"expected the diagonal family's Prior, got {type(prior).__module__}.Prior")
-        return (prior.precision / self.diagonal).sum(-1)
-
-    def to_dense(self) -> Tensor:
-        """diag(p)."""
-        return torch.diag_embed(self.diagonal)
-
-    def layer_covariance(self) -> Tensor:
-        """1 / p."""
-        return 1.0 / self.diagonal
-
-    def as_prior(self) -> Prior:
-        """The prior with precision p."""
-        return Prior(self.diagonal)
 
 
 @dataclasses.dataclass
@@ -166,7 +81,6 @@ class Root(base.Sampler):
         return noise * self.inverse_root
 
     def perturb(self, mean: Tensor, noise: Tensor, scale: float, out: Tensor) -> None:
-        """Write mean + scale · z / √p."""
         torch.addcmul(mean, noise, self.inverse_root, value=scale, out=out)
 
 
@@ -181,6 +95,39 @@ class Divisor(base.Solver):
         return vector / self.diagonal
 
 
+@dataclasses.dataclass
+class Precision(Root, Divisor, base.Precision):
+    """P = diag(p), kept with p^-½."""
+
+    def sampler(self) -> base.Sampler:
+        return Root(self.inverse_root)
+
+    def solver(self) -> base.Solver:
+        return Divisor(self.diagonal)
+
+    def quad(self, vector: Tensor) -> Tensor:
+        """Σ p_j v_j²."""
+        return (self.diagonal * vector.square()).sum(-1)
+
+    def logdet(self) -> Tensor:
+        return self.diagonal.log().sum(-1)
+
+    def trace(self, prior: base.Prior) -> Tensor:
+        """Σ Γ_j / p_j."""
+        if not isinstance(prior, Prior):
+            raise TypeError(f"expected the diagonal family's Prior, got {type(prior).__module__}.Prior")
+        return (prior.precision / self.diagonal).sum(-1)
+
+    def to_dense(self) -> Tensor:
+        return torch.diag_embed(self.diagonal)
+
+    def layer_covariance(self) -> Tensor:
+        return 1.0 / self.diagonal
+
+    def as_prior(self) -> Prior:
+        return Prior(self.diagonal)
+
+
 class Diagonal(Family):
     """All layers of a param group in one block."""
 
@@ -190,23 +137,12 @@ class Diagonal(Family):
     factors_wait: ClassVar[bool] = False
 
     def partition(self, units: Sequence[Unit], every_unit: Sequence[Unit]) -> Iterator[Part]:
-        """One block of all."""
-        del every_unit
         if units:
             yield Part("all", self, tuple(units))
 
-    def identity(
-        self,
-        units: Sequence[Unit],
-        batch: Sequence[int],
-        prior: base.Prior,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Statistics:
-        """f = 1."""
-        del prior
-        return Statistics.identity(batch, sum(unit.size for unit in units), dtype=dtype, device=device)
+    def identity(self, prior: base.Prior) -> Statistics:
+        assert isinstance(prior, Prior)
+        return Statistics(prior.precision.new_ones(prior.precision.shape))
 
     def measure(self, units: Sequence[Unit], passes: Mapping[str, Any], current: base.Statistics) -> base.Statistics:
         """The mean of squared gradients; a layer that took no part has none."""
@@ -219,28 +155,17 @@ class Diagonal(Family):
         pieces = dict(zip([unit.name for unit in seen], found, strict=True))
         return Statistics(join_units(units, pieces).div_(passes[seen[0].name].examples))
 
-    def prior(
-        self,
-        units: Sequence[Unit],
-        batch: Sequence[int],
-        precision_of: PrecisionOf,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Prior:
+    def prior(self, span: Span, precision_of: PrecisionOf, like: Tensor) -> Prior:
         """A precision for each weight; where all have the same, it is in memory once."""
-        different = {precision_of(slot.parameter) for unit in units for slot in unit.slots}
+        different = {precision_of(slot.parameter) for unit in span.units for slot in unit.slots}
         if len(different) == 1:
-            size = sum(unit.size for unit in units)
-            return Prior(constant_rows(different.pop(), (*batch, size), dtype=dtype, device=device))
-        return Prior(weight_precisions(units, batch, precision_of, dtype=dtype, device=device))
+            return Prior(constant_rows(different.pop(), (*span.batch, span.size // span.num_groups), like))
+        return Prior(weight_precisions(span, precision_of, like))
 
     def cost(self, units: Sequence[Unit]) -> float:
-        """One operation for each weight."""
         return float(sum(unit.size for unit in units))
 
     def pieces(self, units: Sequence[Unit], statistics: base.Statistics) -> list[tuple[str, Tensor]]:
-        """The part of each layer."""
         parts = statistics.tensors()["fisher"].split([unit.size for unit in units], dim=-1)
         return [(unit.name, part) for unit, part in zip(units, parts, strict=True)]
 

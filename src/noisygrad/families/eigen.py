@@ -14,12 +14,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from noisygrad.families import base, kronecker
+from noisygrad.families import base, factors, kronecker
 from noisygrad.families.base import DampingMode
 from noisygrad.families.factors import Prior, kronecker_product
 from noisygrad.families.family import Reads, register_family
@@ -27,8 +27,6 @@ from noisygrad.families.units import Unit
 from noisygrad.kernels.factorisation import (
     capturing,
     factorisation_error,
-    inverse_root,
-    rounding_floor,
     symmetric_eigh,
 )
 from noisygrad.kernels.products import between, matmul
@@ -50,35 +48,10 @@ class Statistics(base.Statistics):
     right: Tensor
     fisher: Tensor
 
-    @classmethod
-    def identity(
-        cls,
-        batch: Sequence[int],
-        outputs: int,
-        inputs: int,
-        prior: Prior,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> Self:
-        """The Fisher at the start: F̄ = I, in a basis that whitens the prior.
-
-        Raises:
-            FactorisationError: the prior is improper or not finite.
-        """
-        plain = kronecker.Statistics.identity(batch, outputs, inputs, dtype=dtype, device=device)
-        left, right = (
-            _identity_basis(factor, prior.diagonal).to(dtype=dtype, device=device).expand_as(moment).clone()
-            for factor, moment in ((prior.outputs, plain.outputs), (prior.inputs, plain.inputs))
-        )
-        return cls(plain.inputs, plain.outputs, left, right, _squared_lengths(left, right))
-
     def averages(self) -> dict[str, Tensor]:
-        """The tensors of which a moving average is kept: all but the bases."""
         return {"inputs": self.inputs, "outputs": self.outputs, "fisher": self.fisher}
 
     def basis_tensors(self) -> dict[str, Tensor]:
-        """What a new basis changes."""
         return {"left": self.left, "right": self.right, "fisher": self.fisher}
 
     @torch.no_grad()
@@ -94,17 +67,11 @@ class Statistics(base.Statistics):
         """In place: new bases from A and S as they are now, and R as the diagonal of the old model in the new bases.
 
         The trace of F̄ in the prior's metric, tr(Γ⁻¹ F̄) = Σ R, is preserved. This reads on the host, so it cannot be
-        part of a CUDA graph.
-
-        Args:
-            prior: Γ, that of the bases until now.
-
-        Raises:
-            FactorisationError: a factor, R or the prior is not finite, or an eigendecomposition failed.
-            ValueError: the bases belong to another prior. Whatever is raised, nothing has changed.
+        part of a CUDA graph. Raises FactorisationError where something is not finite or cannot be decomposed, and
+        ValueError where the bases belong to another prior; then nothing has changed.
         """
-        rows, _ = _prior_root(prior.outputs, prior.diagonal)
-        columns, _ = _prior_root(prior.inputs, prior.diagonal)
+        rows, _ = factors.whitener(prior.outputs, prior.diagonal)
+        columns, _ = factors.whitener(prior.inputs, prior.diagonal)
         old_left = _orthonormal(self.left, rows, prior.diagonal)
         old_right = _orthonormal(self.right, columns, prior.diagonal)
         _check(self.fisher + 1.0, old_left, old_right, 0.0)
@@ -120,15 +87,11 @@ class Statistics(base.Statistics):
     def factorise(self, prior: Prior, damping: float = 0.0, mode: DampingMode = "factored") -> Precision:
         """P = F̄ + Γ + γ_ex I; `mode` changes nothing. No eigendecomposition is made here (`refresh_basis_`).
 
-        γ_ex I is exact for an isotropic prior; otherwise it is replaced by its diagonal in the basis.
-
-        Raises:
-            FactorisationError: R is not finite, or the prior is improper or not finite.
-            ValueError: the bases belong to another prior.
+        γ_ex I is exact for an isotropic prior; otherwise it is replaced by its diagonal in the basis. Raises ValueError
+        where the bases belong to another prior.
         """
-        del mode
-        rows, logdet_s = _prior_root(prior.outputs, prior.diagonal)
-        columns, logdet_a = _prior_root(prior.inputs, prior.diagonal)
+        rows, logdet_s = factors.whitener(prior.outputs, prior.diagonal)
+        columns, logdet_a = factors.whitener(prior.inputs, prior.diagonal)
         left_basis = _orthonormal(self.left, rows, prior.diagonal)
         right_basis = _orthonormal(self.right, columns, prior.diagonal)
         spectrum = self.fisher + 1.0
@@ -170,34 +133,6 @@ class Precision(kronecker.Precision):
         dual = kronecker_product(rows, columns)
         return (dual * spectrum.flatten(-2)[..., None, :]) @ dual.mT
 
-    def as_prior(self) -> Prior:
-        """P as one Kronecker product: the spectrum is replaced by the outer product of its row and column means.
-
-        This is P itself where the spectrum has rank one (a Fisher of zero, or a 1×1 factor). Otherwise it keeps the
-        means of the spectrum's rows and columns, but not how single entries differ from their product.
-        """
-        rows, columns, spectrum = self._dual()
-        by_row = spectrum.mean(-1)
-        by_column = spectrum.mean(-2) / spectrum.mean((-2, -1))[..., None]
-        inputs = (columns * by_column[..., None, :]) @ columns.mT
-        return Prior(inputs, (rows * by_row[..., None, :]) @ rows.mT, diagonal=False)
-
-    def _dual(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(Γ_S L, Γ_A V, spectrum)."""
-        [(outputs, inputs)] = self._pairs()
-        assert self.spectrum is not None
-        return outputs @ self.left, inputs @ self.right, self.spectrum
-
-
-def _prior_root(factor: Tensor, diagonal: bool) -> tuple[Tensor, Tensor]:
-    """(W, log |Γ|) with W Wᵀ = Γ⁻¹; W is given by its own diagonal if `diagonal`, else it is upper triangular."""
-    if not diagonal:
-        return inverse_root(factor, rounding_floor(factor))
-    if not capturing() and not bool(((factor > 0) & torch.isfinite(factor)).all()):
-        condition = math.inf if bool(torch.isfinite(factor).all()) else math.nan
-        raise factorisation_error(factor.shape[-1], condition, float(factor.min()))
-    return factor.rsqrt(), factor.log().sum(-1)
-
 
 def _times(factor: Tensor, matrix: Tensor, diagonal: bool) -> Tensor:
     """Γ X; `factor` is given by its own diagonal if `diagonal`."""
@@ -221,11 +156,10 @@ def _eigenvectors(moment: Tensor, whitener: Tensor, diagonal: bool) -> Tensor:
 
 def _identity_basis(factor: Tensor, diagonal: bool) -> Tensor:
     """W U, in which the prior's `factor` and the identity are both diagonal."""
-    whitener, _ = _prior_root(factor, diagonal)
+    whitener, _ = factors.whitener(factor, diagonal)
     if diagonal:
         return torch.diag_embed(whitener)
-    eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
-    return matmul(whitener, _eigenvectors(eye, whitener, diagonal))
+    return matmul(whitener, _eigenvectors(factors.identity(factor, diagonal), whitener, diagonal))
 
 
 def _squared_lengths(left: Tensor, right: Tensor) -> Tensor:
@@ -259,20 +193,14 @@ class Eigen(kronecker.Kronecker):
     damping_modes: ClassVar[tuple[DampingMode, ...]] = ("factored",)
     stackable: ClassVar[bool] = False
     proper_prior: ClassVar[bool] = True
+    traceable_modes: ClassVar[tuple[DampingMode, ...]] = ()
 
-    def identity(
-        self,
-        units: Sequence[Unit],
-        batch: Sequence[int],
-        prior: base.Prior,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Statistics:
-        """F̄ = I in a basis that whitens the prior."""
-        (unit,) = units
+    def identity(self, prior: base.Prior) -> Statistics:
+        """F̄ = I in a basis that whitens the prior; `FactorisationError` where that is improper or not finite."""
         assert isinstance(prior, Prior)
-        return Statistics.identity(batch, unit.outputs, unit.inputs, prior, dtype=dtype, device=device)
+        plain = super().identity(prior).tensors()
+        left, right = (_identity_basis(factor, prior.diagonal) for factor in (prior.outputs, prior.inputs))
+        return Statistics(plain["inputs"], plain["outputs"], left, right, _squared_lengths(left, right))
 
     def measure(self, units: Sequence[Unit], passes: Mapping[str, Any], current: base.Statistics) -> Statistics:
         """A, S and, in the bases of `current`, which the result shares, R."""
@@ -304,14 +232,8 @@ class Eigen(kronecker.Kronecker):
         return [(unit.name, piece) for piece in (*diagonals, statistics.fisher)]
 
     def fitted_prior_shapes(self, statistics: base.Statistics) -> dict[str, torch.Size]:
-        """A Kronecker product."""
         assert isinstance(statistics, Statistics)
         return {"inputs": statistics.inputs.shape, "outputs": statistics.outputs.shape}
-
-    def traceable(self, mode: DampingMode) -> bool:
-        """A new basis takes eigenvectors."""
-        del mode
-        return False
 
 
 EIGEN = register_family(Eigen())

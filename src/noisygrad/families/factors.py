@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from noisygrad.families import base
-from noisygrad.kernels.factorisation import factorisation_error, inverse_root, rounding_floor
+from noisygrad.kernels.factorisation import capturing, factorisation_error, inverse_root, rounding_floor
 from noisygrad.kernels.products import between
 
 _LARGEST_PI = 1e8
@@ -28,23 +28,13 @@ class Prior(base.Prior):
     outputs: Tensor
     diagonal: bool
 
-    @property
-    def is_diagonal(self) -> bool:
-        """Whether weights are independent under it."""
-        return self.diagonal
-
     @classmethod
     def from_columns(cls, columns: Tensor, outputs: int) -> Self:
         """The prior whose precision depends on the column (the input) only, `[..., in]`."""
         return cls(columns, columns.new_ones(*columns.shape[:-1], outputs), diagonal=True)
 
     def scaled(self, factor: float) -> Self:
-        """Γ times `factor`."""
         return dataclasses.replace(self, outputs=self.outputs * factor)
-
-    def quad(self, vector: Tensor) -> Tensor:
-        """⟨X, Γ_S X Γ_A⟩."""
-        return (vector * self.times(vector)).sum(-1)
 
     def times(self, vector: Tensor) -> Tensor:
         """Γ_S X Γ_A."""
@@ -66,6 +56,11 @@ class Prior(base.Prior):
         if self.diagonal:
             return torch.diag_embed(self.outputs), torch.diag_embed(self.inputs)
         return self.outputs, self.inputs
+
+
+def identity(factor: Tensor, diagonal: bool) -> Tensor:
+    """The identity matrix of the size, type and device of a prior's factor, which is its own diagonal if `diagonal`."""
+    return torch.diag_embed(factor.new_ones(factor.shape if diagonal else factor.shape[:-1]))
 
 
 @dataclasses.dataclass
@@ -183,10 +178,10 @@ def _combine(c: Tensor, factor: Tensor, p: Tensor, prior: Tensor, diagonal: bool
 
 
 def whitener(factor: Tensor, diagonal: bool) -> tuple[Tensor, Tensor]:
-    """(W, log |factor|) with W Wᵀ = factor⁻¹."""
+    """(W, log |factor|) with W Wᵀ = factor⁻¹; W is given by its own diagonal if `diagonal`, else it is triangular."""
     if not diagonal:
         return inverse_root(factor, rounding_floor(factor))
-    if not bool(((factor > 0) & torch.isfinite(factor)).all()):
+    if not capturing() and not bool(((factor > 0) & torch.isfinite(factor)).all()):
         condition = math.inf if bool(torch.isfinite(factor).all()) else math.nan
         raise factorisation_error(factor.shape[-1], condition, float(factor.min()))
-    return torch.diag_embed(factor.rsqrt()), factor.log().sum(-1)
+    return factor.rsqrt(), factor.log().sum(-1)

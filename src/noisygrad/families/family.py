@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
-from noisygrad.families.units import Unit
+from noisygrad.families.units import Span, Unit
 
 Layout = Literal["matrix", "memory", "rows"]
 """How a block's vector lies: as matrices [W | b] row by row; as the parameters lie in memory, in any order; or
@@ -66,7 +66,7 @@ class Piece:
 
 
 class Family(ABC):
-    """One covariance structure. `batch` are leading dimensions: replicas, then the groups of a convolution."""
+    """One covariance structure."""
 
     name: ClassVar[str]
     layout: ClassVar[Layout] = "matrix"
@@ -77,6 +77,8 @@ class Family(ABC):
     """Whether a GPU may put blocks of equal shape together: one layer each, whose vectors are one matrix."""
     proper_prior: ClassVar[bool] = False
     """Whether the prior of every weight must have a finite variance."""
+    traceable_modes: ClassVar[tuple[DampingMode, ...]] = ("factored", "exact")
+    """In which modes a factorisation can be compiled and captured: a Cholesky can, an `eigh` cannot."""
     factors_wait: ClassVar[bool] = True
     """Whether a factorisation reads numbers on the host, so that a CUDA graph cannot hold it."""
 
@@ -85,10 +87,8 @@ class Family(ABC):
         """All `units` of one param group in blocks; `every_unit` are those of the whole model, in its order."""
 
     @abstractmethod
-    def identity(
-        self, units: Sequence[Unit], batch: Sequence[int], prior: Prior, *, dtype: torch.dtype, device: torch.device
-    ) -> Statistics:
-        """The statistics at the start: F̄ = I."""
+    def identity(self, prior: Prior) -> Statistics:
+        """The statistics at the start, F̄ = I, of the size, type and device of the block's prior."""
 
     @abstractmethod
     def measure(self, units: Sequence[Unit], passes: Mapping[str, Any], current: Statistics) -> Statistics:
@@ -98,16 +98,8 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def prior(
-        self,
-        units: Sequence[Unit],
-        batch: Sequence[int],
-        precision_of: PrecisionOf,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Prior:
-        """The prior with these precisions, per parameter."""
+    def prior(self, span: Span, precision_of: PrecisionOf, like: Tensor) -> Prior:
+        """The prior with these precisions, per parameter; a tensor of the type and on the device of `like`."""
 
     @abstractmethod
     def cost(self, units: Sequence[Unit]) -> float:
@@ -123,7 +115,6 @@ class Family(ABC):
 
     def notes(self, units: Sequence[Unit], statistics: Statistics) -> dict[str, str]:
         """What the statistics say about single layers, for the table of coverage."""
-        del units, statistics
         return {}
 
     def split(self, units: Sequence[Unit], precision: Precision, prior: Prior) -> Iterator[Piece]:
@@ -133,11 +124,6 @@ class Family(ABC):
     def fitted_prior_shapes(self, statistics: Statistics) -> dict[str, torch.Size]:
         """The shapes of the tensors of `Precision.as_prior()`, for a file that is read."""
         return {name: tensor.shape for name, tensor in statistics.tensors().items()}
-
-    def traceable(self, mode: DampingMode) -> bool:
-        """Whether a factorisation can be compiled and captured: a Cholesky can, an `eigh` cannot."""
-        del mode
-        return True
 
     def __reduce__(self) -> tuple[Callable[[str], Family], tuple[str]]:
         return family_named, (self.name,)  # a copy of a posterior, or of a fitted estimator, has the same family
@@ -181,28 +167,19 @@ def family_named(name: str) -> Family:
     return FAMILIES[name]
 
 
-def column_precisions(
-    unit: Unit, batch: Sequence[int], precision_of: PrecisionOf, *, dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def column_precisions(unit: Unit, span: Span, precision_of: PrecisionOf, like: Tensor) -> Tensor:
     """The prior's precision of each column of [W | b], `[*batch, inputs]`."""
-    values = torch.zeros(*batch, unit.inputs, dtype=dtype, device=device)
+    values = like.new_zeros(*span.batch, unit.inputs)
     for slot in unit.slots:
         values[..., slot.start : slot.stop] = precision_of(slot.parameter)
     return values
 
 
-def weight_precisions(
-    units: Sequence[Unit],
-    batch: Sequence[int],
-    precision_of: PrecisionOf,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
+def weight_precisions(span: Span, precision_of: PrecisionOf, like: Tensor) -> Tensor:
     """The prior's precision of each weight, parameter after parameter, `[*batch, n]`."""
     flat = [
-        torch.full((unit.rows * (slot.stop - slot.start),), precision_of(slot.parameter), dtype=dtype)
-        for unit in units
+        torch.full((unit.rows * (slot.stop - slot.start),), precision_of(slot.parameter), dtype=like.dtype)
+        for unit in span.units
         for slot in unit.slots
     ]
-    return torch.cat(flat).to(device).repeat(*batch, 1)
+    return torch.cat(flat).to(like.device).repeat(*span.batch, 1)

@@ -15,11 +15,7 @@ from noisygrad.families.base import Precision, Prior
 def kl_divergence(precision: Precision, prior: Prior, difference: Tensor, scale: Tensor | float) -> Tensor:
     """KL(q ‖ p) = ½ [ tr(Γ P⁻¹) + (N/λ) (μ−m)ᵀ Γ (μ−m) − n + log |P| − log |Γ| ] in nats, shape `[...]`.
 
-    Args:
-        precision: P, without extra damping.
-        prior: Γ, of the same family as P.
-        difference: μ − m, `[..., n]`.
-        scale: N/λ.
+    P is without extra damping and of the same family as Γ; `difference` is μ − m, `[..., n]`; `scale` is N/λ.
     """
     size = difference.shape[-1]
     # The λ/N of both covariances cancels everywhere but in the quadratic form.

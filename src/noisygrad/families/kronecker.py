@@ -21,15 +21,16 @@ from noisygrad.families.factors import (
     Prior,
     congruence_diagonal,
     damped_factors,
+    identity,
     in_eigenbasis,
     kronecker_product,
     whitener,
     with_damping,
 )
 from noisygrad.families.family import Family, Part, PrecisionOf, Reads, column_precisions, register_family
-from noisygrad.families.units import Unit
+from noisygrad.families.units import Span, Unit
 from noisygrad.kernels.factorisation import inverse_root, symmetric_eigh
-from noisygrad.kernels.products import LARGE_SIDE, between, gram, matmul, second_moment, wide_product
+from noisygrad.kernels.products import LARGE_SIDE, between, gram, matmul, wide_product
 from noisygrad.kernels.triangles import times_large_lower
 
 __all__ = ["KRONECKER", "Inverse", "Kronecker", "Precision", "Prior", "Statistics"]
@@ -42,36 +43,12 @@ class Statistics(base.Statistics):
     inputs: Tensor
     outputs: Tensor
 
-    @classmethod
-    def identity(
-        cls, batch: Sequence[int], outputs: int, inputs: int, *, dtype: torch.dtype, device: torch.device | str
-    ) -> Self:
-        """The factors at the start: identities."""
-        return cls(
-            torch.eye(inputs, dtype=dtype, device=device).expand(*batch, inputs, inputs).clone(),
-            torch.eye(outputs, dtype=dtype, device=device).expand(*batch, outputs, outputs).clone(),
-        )
-
-    @classmethod
-    def measure(cls, activations: Tensor, gradients: Tensor, constant: bool) -> Self:
-        """From inputs `[..., B, T, in]` and per-example output gradients `[..., B, T, out]` of one batch.
-
-        A is a mean over examples and positions, S a mean over examples and a sum over positions.
-        """
-        positions = gradients.shape[-2]
-        inputs = second_moment(activations, activations, constant, constant)
-        return cls(inputs, second_moment(gradients, gradients, False, False) * positions)
-
     def diagonals(self) -> tuple[Tensor, Tensor]:
         """Those of A and S."""
         return self.inputs.diagonal(dim1=-2, dim2=-1), self.outputs.diagonal(dim1=-2, dim2=-1)
 
     def factorise(self, prior: Prior, damping: float = 0.0, mode: DampingMode = "factored") -> Precision:
-        """P = S ⊗ A + Γ + γ_ex I, by equation (11) ("factored") or in the eigenbasis ("exact").
-
-        Raises:
-            FactorisationError: a factor is not finite or, after damping, not positive definite.
-        """
+        """P = S ⊗ A + Γ + γ_ex I, by equation (11) ("factored") or in the eigenbasis ("exact")."""
         prior = with_damping(prior, damping)
         return self._factorise_exactly(prior) if mode == "exact" else self._factorise_factors(prior)
 
@@ -104,8 +81,9 @@ class Statistics(base.Statistics):
         )
 
     def _factorise_exactly(self, prior: Prior) -> Precision:
-        root_s, logdet_s = whitener(prior.outputs, prior.diagonal)
-        root_a, logdet_a = whitener(prior.inputs, prior.diagonal)
+        (root_s, logdet_s), (root_a, logdet_a) = (whitener(f, prior.diagonal) for f in (prior.outputs, prior.inputs))
+        if prior.diagonal:
+            root_s, root_a = torch.diag_embed(root_s), torch.diag_embed(root_a)
         s, left = symmetric_eigh(root_s.mT @ self.outputs @ root_s)
         a, right = symmetric_eigh(root_a.mT @ self.inputs @ root_a)
         spectrum = s[..., :, None] * a[..., None, :] + 1.0
@@ -133,7 +111,6 @@ class Precision(base.Precision):
     right_basis: Tensor | None = None
 
     def drop_terms(self) -> Self:
-        """A copy that can only solve, sample and take traces: half the memory, for caches used at every step."""
         return dataclasses.replace(self, terms=())
 
     def with_inverses(self) -> Self:
@@ -176,7 +153,6 @@ class Precision(base.Precision):
         return total
 
     def logdet(self) -> Tensor:
-        """log |P|."""
         return self.log_determinant
 
     def trace(self, prior: base.Prior) -> Tensor:
@@ -195,24 +171,28 @@ class Precision(base.Precision):
         return torch.stack(dense).sum(0)
 
     def layer_covariance(self) -> base.FactoredCovariance:
-        """U, V and R."""
         return base.FactoredCovariance(self.left, self.right, self.spectrum)
 
     def as_prior(self) -> Prior:
         """P as one Kronecker product.
 
-        Factored: P itself. Exact: with R replaced by the outer product of its row and column means, which is P itself
-        where R has rank one (a Fisher of zero, or a 1×1 factor) and otherwise its nearest such match in the mean.
+        Factored: P itself. With a spectrum R, that is replaced by the outer product of its row and column means: P
+        itself where R has rank one (a Fisher of zero, or a 1×1 factor), otherwise its nearest such match in the mean.
         """
-        (outputs, inputs), *rest = self._pairs()
         if self.spectrum is None:
+            [(outputs, inputs)] = self._pairs()
             return Prior(inputs, outputs, diagonal=False)
-        [(outputs, inputs)] = rest
-        rows = self.spectrum.mean(-1)
-        columns = self.spectrum.mean(-2) / self.spectrum.mean((-2, -1))[..., None]
-        # U Uᵀ = Γ_S⁻¹, so U⁻¹ = Uᵀ Γ_S: back to weights without another factorisation.
-        back_s, back_a = outputs @ self.left, inputs @ self.right
-        return Prior((back_a * columns[..., None, :]) @ back_a.mT, (back_s * rows[..., None, :]) @ back_s.mT, False)
+        rows, columns, spectrum = self._dual()
+        by_row = spectrum.mean(-1)
+        by_column = spectrum.mean(-2) / spectrum.mean((-2, -1))[..., None]
+        inputs = (columns * by_column[..., None, :]) @ columns.mT
+        return Prior(inputs, (rows * by_row[..., None, :]) @ rows.mT, diagonal=False)
+
+    def _dual(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(Γ_S U, Γ_A V, R): U Uᵀ = Γ_S⁻¹, so U⁻ᵀ = Γ_S U, back to weights without another factorisation."""
+        outputs, inputs = self._pairs()[-1]
+        assert self.spectrum is not None
+        return outputs @ self.left, inputs @ self.right, self.spectrum
 
     def _matrix(self, vector: Tensor) -> Tensor:
         return vector.reshape(*vector.shape[:-1], self.left.shape[-1], self.right.shape[-1])
@@ -243,31 +223,20 @@ class Kronecker(Family):
     reads: ClassVar[Reads] = "moments"
     damping_modes: ClassVar[tuple[DampingMode, ...]] = ("factored", "exact")
     stackable: ClassVar[bool] = True
+    traceable_modes: ClassVar[tuple[DampingMode, ...]] = ("factored",)
 
     def partition(self, units: Sequence[Unit], every_unit: Sequence[Unit]) -> Iterator[Part]:
         """One block for each matrix; all else is diagonal."""
-        del every_unit
         for unit in units:
             if unit.kind == "matrix":
                 yield Part(unit.name, self, (unit,))
         yield from rest_as_diagonal([unit for unit in units if unit.kind != "matrix"])
 
-    def identity(
-        self,
-        units: Sequence[Unit],
-        batch: Sequence[int],
-        prior: base.Prior,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> base.Statistics:
-        """A = I and S = I."""
-        del prior
-        (unit,) = units
-        return Statistics.identity(batch, unit.outputs, unit.inputs, dtype=dtype, device=device)
+    def identity(self, prior: base.Prior) -> base.Statistics:
+        assert isinstance(prior, Prior)
+        return Statistics(identity(prior.inputs, prior.diagonal), identity(prior.outputs, prior.diagonal))
 
     def measure(self, units: Sequence[Unit], passes: Mapping[str, Any], current: base.Statistics) -> base.Statistics:
-        """A and S of the layer."""
         (unit,) = units
         if unit.name not in passes:
             return self.unmeasured(current)
@@ -283,23 +252,11 @@ class Kronecker(Family):
                 tensor.copy_(before[name])
         return nothing
 
-    def prior(
-        self,
-        units: Sequence[Unit],
-        batch: Sequence[int],
-        precision_of: PrecisionOf,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Prior:
-        """A precision for each column of [W | b]."""
-        (unit,) = units
-        return Prior.from_columns(
-            column_precisions(unit, batch, precision_of, dtype=dtype, device=device), unit.outputs
-        )
+    def prior(self, span: Span, precision_of: PrecisionOf, like: Tensor) -> Prior:
+        (unit,) = span.units
+        return Prior.from_columns(column_precisions(unit, span, precision_of, like), unit.outputs)
 
     def cost(self, units: Sequence[Unit]) -> float:
-        """The cubes of the factors' sizes."""
         return float(sum(unit.groups * (unit.outputs**3 + unit.inputs**3) for unit in units))
 
     def pieces(self, units: Sequence[Unit], statistics: base.Statistics) -> list[tuple[str, Tensor]]:
@@ -307,10 +264,6 @@ class Kronecker(Family):
         (unit,) = units
         inputs, outputs = statistics.diagonals()  # type: ignore[attr-defined]
         return [(unit.name, inputs), (unit.name, outputs)]
-
-    def traceable(self, mode: DampingMode) -> bool:
-        """Exact damping takes eigenvectors."""
-        return mode == "factored"
 
 
 KRONECKER = register_family(Kronecker())

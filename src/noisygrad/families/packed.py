@@ -36,29 +36,24 @@ class Statistics(base.Statistics):
         return cls(triangles.pack(whole.inputs, MOMENT_BANDS), triangles.pack(whole.outputs, MOMENT_BANDS))
 
     def unpacked(self) -> kronecker.Statistics:
-        """As they are without bands."""
         return kronecker.Statistics(triangles.symmetric(self.inputs), triangles.symmetric(self.outputs))
 
     def load_unpacked_(self, unpacked: base.TensorRecord) -> None:
-        """Overwrite the moments in place."""
         assert isinstance(unpacked, kronecker.Statistics)
         triangles.fill_(self.inputs, unpacked.inputs)
         triangles.fill_(self.outputs, unpacked.outputs)
 
     def diagonals(self) -> tuple[Tensor, Tensor]:
-        """Those of A and S."""
         return triangles.diagonal(self.inputs), triangles.diagonal(self.outputs)
 
     @torch.no_grad()
     def add_floor_(self, floor: float) -> None:
-        """In place: F + floor · I ⊗ A/a, as of the whole."""
         scale = triangles.diagonal(self.inputs).mean(-1, keepdim=True)
         triangles.add_to_diagonal_(self.outputs, floor / scale.clamp(min=torch.finfo(scale.dtype).tiny))
 
     def factorise(
         self, prior: factors.Prior, damping: float = 0.0, mode: DampingMode = "factored"
     ) -> kronecker.Precision:
-        """That of the whole."""
         return self.unpacked().factorise(prior, damping, mode)
 
 
@@ -86,7 +81,6 @@ class Factors(base.SolverSampler):
         )
 
     def unpacked(self) -> kronecker.Precision | kronecker.Inverse:
-        """As they are without bands."""
         if not self.left:
             return kronecker.Inverse(triangles.symmetric(self.inverse_left), triangles.symmetric(self.inverse_right))
         assert self.log_determinant is not None
@@ -101,7 +95,6 @@ class Factors(base.SolverSampler):
         )
 
     def load_unpacked_(self, unpacked: base.TensorRecord) -> None:
-        """Overwrite the factors in place."""
         inverses: tuple[Tensor | None, Tensor | None]
         if isinstance(unpacked, kronecker.Inverse):
             inverses = unpacked.left, unpacked.right

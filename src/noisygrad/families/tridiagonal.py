@@ -8,85 +8,27 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from noisygrad.families import base, factors, kronecker
+from noisygrad.families import base, factors
 from noisygrad.families.base import DampingMode
 from noisygrad.families.chain import Blocks, Precision, Prior, factorise_blocks
 from noisygrad.families.diagonal import rest_as_diagonal
-from noisygrad.families.factors import damped_factors
+from noisygrad.families.factors import damped_factors, identity
 from noisygrad.families.family import Family, Part, PrecisionOf, column_precisions, register_family
 from noisygrad.families.kronecker import KRONECKER
-from noisygrad.families.units import Unit
+from noisygrad.families.units import Span, Unit
 from noisygrad.kernels.products import second_moment
 
 __all__ = ["TRIDIAGONAL", "Precision", "Prior", "Statistics", "Tridiagonal", "damp", "with_damping"]
 
 
 @dataclasses.dataclass
-class Statistics(base.Statistics):
+class Statistics(Blocks, base.Statistics):
     """A_i and S_i of every layer; Ax_i = E[a_i a_{i+1}ᵀ] and Gx_i = E[g_i g_{i+1}ᵀ] of every consecutive pair."""
-
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    cross_inputs: tuple[Tensor, ...]
-    cross_outputs: tuple[Tensor, ...]
-
-    @classmethod
-    def identity(
-        cls,
-        batch: Sequence[int],
-        outputs: Sequence[int],
-        inputs: Sequence[int],
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> Self:
-        """The moments at the start: identities, and no coupling."""
-
-        def eye(size: int) -> Tensor:
-            return torch.eye(size, dtype=dtype, device=device).expand(*batch, size, size).clone()
-
-        def zeros(sizes: tuple[int, int]) -> Tensor:
-            return torch.zeros(*batch, *sizes, dtype=dtype, device=device)
-
-        crosses = tuple(map(zeros, pairwise(inputs))), tuple(map(zeros, pairwise(outputs)))
-        return cls(tuple(map(eye, inputs)), tuple(map(eye, outputs)), *crosses)
-
-    @classmethod
-    def measure(
-        cls,
-        activations: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        constants: Sequence[bool],
-        coupled: Sequence[bool],
-    ) -> Self:
-        """From the layers' inputs `[..., B, T_i, in]` and per-example output gradients `[..., B, T_i, out]`.
-
-        Args:
-            activations: one per layer.
-            gradients: one per layer.
-            constants: whether the layer has a bias, that is, an input of constant 1.
-            coupled: for each consecutive pair, whether its coupling is measured (T must agree) or left at zero.
-        """
-        layers = [
-            kronecker.Statistics.measure(a, g, c) for a, g, c in zip(activations, gradients, constants, strict=True)
-        ]
-        cross_inputs, cross_outputs = [], []
-        for i, together in enumerate(coupled):
-            (a, a_next), (g, g_next), (c, c_next) = activations[i : i + 2], gradients[i : i + 2], constants[i : i + 2]
-            if together and a.shape[-2] != a_next.shape[-2]:
-                raise ValueError(
-                    f"layers {i} and {i + 1} have {a.shape[-2]} and {a_next.shape[-2]} positions; only layers with "
-                    "equally many can be coupled: pass coupled=False for this pair"
-                )
-            cross_inputs.append(_cross_moment(a, a_next, c, c_next, together))
-            cross_outputs.append(_cross_moment(g, g_next, False, False, together) * g.shape[-2])
-        inputs, outputs = tuple(layer.inputs for layer in layers), tuple(layer.outputs for layer in layers)
-        return cls(inputs, outputs, tuple(cross_inputs), tuple(cross_outputs))
 
     def factorise(self, prior: Prior, damping: float = 0.0, mode: DampingMode = "factored") -> Precision:
         """P with the blocks of F + Γ + γ_ex I, each damped by equation (11); couplings in proportion."""
@@ -129,12 +71,6 @@ def with_damping(prior: Prior, damping: float) -> Prior:
     return Prior(blocks.inputs, blocks.outputs, blocks.cross_inputs, blocks.cross_outputs, diagonal=False)
 
 
-def _cross_moment(left: Tensor, right: Tensor, left_constant: bool, right_constant: bool, coupled: bool) -> Tensor:
-    if coupled:
-        return second_moment(left, right, left_constant, right_constant)
-    return left.new_zeros(*left.shape[:-3], left.shape[-1] + left_constant, right.shape[-1] + right_constant)
-
-
 def _couple(*sources: tuple[Sequence[Tensor], Sequence[Tensor]]) -> tuple[Tensor, ...]:
     """Σ over sources of √(w_i w_{i+1}) cross_i, for every pair; a source without couplings adds nothing."""
     weighted = [
@@ -152,6 +88,7 @@ class Tridiagonal(Family):
     """A block for each run of two or more Linear layers; a matrix without a neighbour is a Kronecker block."""
 
     name: ClassVar[str] = "tridiagonal"
+    traceable_modes: ClassVar[tuple[DampingMode, ...]] = ()
 
     def partition(self, units: Sequence[Unit], every_unit: Sequence[Unit]) -> Iterator[Part]:
         """The chains first, then what is left of the matrices, then all else."""
@@ -166,68 +103,44 @@ class Tridiagonal(Family):
                 yield Part(unit.name, KRONECKER, (unit,), {unit.name: note})
         yield from rest_as_diagonal([unit for unit in units if unit.kind != "matrix"])
 
-    def identity(
-        self,
-        units: Sequence[Unit],
-        batch: Sequence[int],
-        prior: base.Prior,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Statistics:
+    def identity(self, prior: base.Prior) -> Statistics:
         """A_i = I, S_i = I, and no coupling."""
-        del prior
-        outputs, inputs = [unit.outputs for unit in units], [unit.inputs for unit in units]
-        return Statistics.identity(batch, outputs, inputs, dtype=dtype, device=device)
+        assert isinstance(prior, Prior)
+
+        def moments(sides: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+            eyes = tuple(identity(side, prior.diagonal) for side in sides)
+            return eyes, tuple(a.new_zeros(*a.shape[:-1], b.shape[-1]) for a, b in pairwise(eyes))
+
+        (inputs, cross_inputs), (outputs, cross_outputs) = moments(prior.inputs), moments(prior.outputs)
+        return Statistics(inputs, outputs, cross_inputs, cross_outputs)
 
     def measure(self, units: Sequence[Unit], passes: Mapping[str, Any], current: base.Statistics) -> base.Statistics:
         """The moments of all layers; a coupling where two layers were seen at the same positions."""
-        like = next((passes[unit.name] for unit in units if unit.name in passes), None)
-        if like is None:
-            return self.unmeasured(current)
-        activations, gradients = [], []
-        for unit in units:
-            one = passes.get(unit.name)
-            if one is None:  # no gradient, in the shape of another layer's
-                activations.append(
-                    like.activations.new_zeros(*like.activations.shape[:-1], unit.inputs - unit.constant)
-                )
-                gradients.append(like.gradients.new_zeros(*like.gradients.shape[:-1], unit.outputs))
-            else:
-                activations.append(one.activations)
-                gradients.append(one.gradients)
-        seen = [unit.name in passes for unit in units]
-        constants = [passes[unit.name].constant if unit.name in passes else unit.constant for unit in units]
-        coupled = [
-            g.shape[-3:-1] == g_next.shape[-3:-1] and before and after
-            for (g, g_next), (before, after) in zip(pairwise(gradients), pairwise(seen), strict=True)
-        ]
-        measured = Statistics.measure(activations, gradients, constants, coupled)
-        if all(seen) or not isinstance(current, Statistics):
-            return measured
-        pairs = zip(seen, measured.inputs, current.inputs, strict=True)
-        return dataclasses.replace(measured, inputs=tuple(new if own else old for own, new, old in pairs)).clone()
+        assert isinstance(current, Statistics)
+        # A layer that took no part has no gradient, and its inputs count as they were.
+        found = self.unmeasured(current)
+        seen = [passes.get(unit.name) for unit in units]
+        inputs = [old if one is None else one.input_moment() for one, old in zip(seen, found.inputs, strict=True)]
+        outputs = [old if one is None else one.output_moment() for one, old in zip(seen, found.outputs, strict=True)]
+        cross_inputs, cross_outputs = list(found.cross_inputs), list(found.cross_outputs)
+        for i, (one, after) in enumerate(pairwise(seen)):
+            if one is None or after is None or one.gradients.shape[-3:-1] != after.gradients.shape[-3:-1]:
+                continue
+            cross_inputs[i] = second_moment(one.activations, after.activations, one.constant, after.constant)
+            positions = one.gradients.shape[-2]
+            cross_outputs[i] = second_moment(one.gradients, after.gradients, False, False) * positions
+        return Statistics(tuple(inputs), tuple(outputs), tuple(cross_inputs), tuple(cross_outputs))
 
-    def unmeasured(self, current: base.Statistics) -> base.Statistics:
+    def unmeasured(self, current: base.Statistics) -> Statistics:
         """No gradients; the A_i as they were."""
         assert isinstance(current, Statistics)
         return dataclasses.replace(current.map(torch.zeros_like), inputs=current.clone().inputs)
 
-    def prior(
-        self,
-        units: Sequence[Unit],
-        batch: Sequence[int],
-        precision_of: PrecisionOf,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> Prior:
-        """A precision for each column of each layer."""
-        columns = [column_precisions(unit, batch, precision_of, dtype=dtype, device=device) for unit in units]
-        return Prior.from_columns(columns, [unit.outputs for unit in units])
+    def prior(self, span: Span, precision_of: PrecisionOf, like: Tensor) -> Prior:
+        columns = [column_precisions(unit, span, precision_of, like) for unit in span.units]
+        return Prior.from_columns(columns, [unit.outputs for unit in span.units])
 
     def cost(self, units: Sequence[Unit]) -> float:
-        """The cubes of the factors' sizes."""
         return KRONECKER.cost(units)
 
     def pieces(self, units: Sequence[Unit], statistics: base.Statistics) -> list[tuple[str, Tensor]]:
@@ -249,11 +162,6 @@ class Tridiagonal(Family):
             if not coupled and not all(map(_is_identity, own)):  # which all moments are at the start
                 found[after.name] = f"{after.layer}, not coupled with {before.name}: never seen at the same positions"
         return found
-
-    def traceable(self, mode: DampingMode) -> bool:
-        """A coupling takes eigenvectors."""
-        del mode
-        return False
 
 
 def _chains(units: Sequence[Unit], every_unit: Sequence[Unit]) -> list[list[Unit]]:

@@ -109,16 +109,11 @@ def rounding_floor(matrix: Tensor) -> Tensor:
 def inverse_root(matrix: Tensor, floor: Tensor | float) -> tuple[Tensor, Tensor]:
     """A root of the inverse of a damped SPD matrix, by Cholesky.
 
-    Args:
-        matrix: `[..., d, d]`.
-        floor: a known lower bound of its eigenvalues, `[...]` or a number; 0 where none is known.
+    `floor` is a known lower bound of its eigenvalues, `[...]` or a number; 0 where none is known. Returns `(root,
+    logdet)` with root rootᵀ = matrix⁻¹, `[..., d, d]`, and log |matrix|, `[...]`.
 
-    Returns:
-        `(root, logdet)` with root rootᵀ = matrix⁻¹, `[..., d, d]`, and log |matrix|, `[...]`.
-
-    Raises:
-        FactorisationError: entries are not finite, or the matrix is singular and no floor repairs it. Where nothing
-            may be checked (`capturing`) the caller has to mask what is not finite.
+    Raises FactorisationError where entries are not finite, or the matrix is singular and no floor repairs it. Where
+    nothing may be checked (`capturing`) the caller has to mask what is not finite.
     """
     if matrix.shape[-1] == 1 and capturing():
         return matrix.rsqrt(), matrix.log().flatten(-2).squeeze(-1)
@@ -206,8 +201,7 @@ def _floored_inverse_root(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor
 def symmetric_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues `[..., d]`, none below 0, and eigenvectors `[..., d, d]` of a PSD matrix.
 
-    Raises:
-        FactorisationError: entries are not finite, or `eigh` does not converge even in float64.
+    Raises FactorisationError where entries are not finite, or `eigh` does not converge even in float64.
     """
     try:
         eigenvalues, vectors = _eigh(matrix)

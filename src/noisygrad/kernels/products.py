@@ -92,11 +92,8 @@ def gram(rows: Tensor) -> Tensor:
 def second_moment(left: Tensor, right: Tensor, left_constant: bool, right_constant: bool) -> Tensor:
     """The mean of left rightᵀ over examples and positions, for `[..., B, T, p]` and `[..., B, T, q]`.
 
-    With `left_constant` or `right_constant` that side is followed by a 1, as a border of means: the inputs, which are
-    large, are not copied.
-
-    Returns:
-        `[..., p + left_constant, q + right_constant]`.
+    With `left_constant` or `right_constant` that side is followed by a 1, as a border of means, which makes the result
+    one larger: the inputs, which are large, are not copied.
     """
     count = left.shape[-3] * left.shape[-2]
     rows, others = left.flatten(-3, -2), right.flatten(-3, -2)

@@ -58,12 +58,7 @@ def sum_of_squared_products(outputs: Tensor, inputs: Tensor) -> Tensor:
 def sum_of_squares_in_basis(outputs: Tensor, inputs: Tensor, left: Tensor, right: Tensor, constant: bool) -> Tensor:
     """Σ_b (Lᵀ (Σ_t g aᵀ) V)² for outputs `[..., B, T, p]`, inputs `[..., B, T, q]`: `[..., p, q + constant]`.
 
-    Args:
-        outputs: The gradients g.
-        inputs: The inputs a; with `constant` each is followed by a 1, which they leave out.
-        left: L, `[..., p, p]`.
-        right: V, `[..., q + constant, q + constant]`.
-        constant: Whether V has a row for an input of 1.
+    With `constant` each input is followed by a 1, which `inputs` leave out, and V has a last row for it.
     """
     positions, p, q = outputs.shape[-2], outputs.shape[-1], inputs.shape[-1]
     # Lᵀ(Σ g aᵀ)V = Σ (Lᵀg)(Vᵀa)ᵀ: vectors are turned, or the matrices, which are fewer if positions are many.

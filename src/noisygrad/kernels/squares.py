@@ -86,12 +86,9 @@ def squared_products(
 
     None where there is nothing to multiply, or where an example is too large for the kernel's indices.
 
-    Args:
-        gradients: `[B, out, lines, positions of a line]`, in any order of memory.
-        images: `[B, channels, height, width]`, likewise.
-        window: The kernel of the convolution.
-        constant: Whether Σ_b (Σ_t g_bt)² follows.
-        channels_last: Whether a row is ordered by tap and then by channel; else by channel and then by tap.
+    Gradients are `[B, out, lines, positions of a line]` and images `[B, channels, height, width]`, in any order of
+    memory. With `constant`, Σ_b (Σ_t g_bt)² follows. A row is ordered by channel and then by tap, with `channels_last`
+    by tap and then by channel.
     """
     device = gradients.device
     lines, width = gradients.shape[2:]

@@ -11,11 +11,7 @@ import torch
 
 
 class Switch:
-    """A setting that the first user switches and the last one switches back.
-
-    Args:
-        turn: Switches it; returns a function that switches it back.
-    """
+    """A setting that the first user switches and the last one switches back; `turn` returns what switches it back."""
 
     def __init__(self, turn: Callable[[], Callable[[], None]]) -> None:
         self._turn = turn

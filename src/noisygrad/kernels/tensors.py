@@ -1,4 +1,4 @@
-"""Work on many tensors at once: moving averages, and copies in case what changes them fails."""
+"""Work on long vectors and on many tensors at once, which a CPU and a GPU do best in different ways."""
 
 from __future__ import annotations
 
@@ -6,6 +6,20 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+
+def inner_product(first: Tensor, second: Tensor) -> Tensor:
+    """Σ a b over the last dimension, `[..., 1]`; not by cuBLAS, which would keep some memory of its own for it."""
+    on_cpu = first.device.type == "cpu"
+    found: Tensor = torch.linalg.vecdot(first, second) if on_cpu else (first * second).sum(dim=-1)
+    return found.unsqueeze(-1)
+
+
+def scale_unless_one_(vector: Tensor, factor: Tensor) -> Tensor:
+    """In place: vector · factor; a CPU looks first whether the pass over the vector would change anything."""
+    if factor.device.type == "cpu" and not torch.compiler.is_compiling() and bool((factor == 1.0).all()):
+        return vector
+    return vector.mul_(factor)
 
 
 def average_(old: list[Tensor], new: list[Tensor], rate: Tensor | float, mask: Tensor | None = None) -> None:
@@ -28,12 +42,7 @@ def average_(old: list[Tensor], new: list[Tensor], rate: Tensor | float, mask: T
 
 
 class Backup:
-    """What tensors hold now.
-
-    Args:
-        tensors: The tensors.
-        elsewhere: Whether the copies of a GPU's tensors belong into the host's memory: nothing waits for them there.
-    """
+    """What tensors hold now; with `elsewhere` a GPU's are copied to the host's memory: nothing waits for them there."""
 
     @torch.no_grad()
     def __init__(self, tensors: Sequence[Tensor], *, elsewhere: bool) -> None:

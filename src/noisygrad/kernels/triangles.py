@@ -37,11 +37,6 @@ def use_bands_at(size: int) -> bool:
     return size >= LARGE
 
 
-def use_bands(matrix: Tensor) -> bool:
-    """Whether this matrix is stored in bands."""
-    return use_bands_at(matrix.shape[-1])
-
-
 def cut(matrix: Tensor, bands: int) -> Bands:
     """`[..., d, d]` in at most this many bands, as views: (1 + 1/bands)/2 of the numbers."""
     size = matrix.shape[-1]
@@ -51,7 +46,7 @@ def cut(matrix: Tensor, bands: int) -> Bands:
 
 def pack(matrix: Tensor, bands: int) -> Bands:
     """A copy in bands, or the matrix itself as the only band where it is too small."""
-    if not use_bands(matrix):
+    if not use_bands_at(matrix.shape[-1]):
         return (matrix,)
     # Not `.contiguous()`: a last band of one number already is, and as a view would keep the whole matrix in memory.
     return tuple(band.clone(memory_format=torch.contiguous_format) for band in cut(matrix, bands))

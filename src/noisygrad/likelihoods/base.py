@@ -206,3 +206,7 @@ class Likelihood(nn.Module, ABC):
         parts = values.reshape(count, *values.shape[len(self.replicas) :])
         drawn = torch.stack([draw(part, generator) for part, generator in zip(parts, generators, strict=True)])
         return drawn.reshape(values.shape)
+
+    def _normal_like(self, values: Tensor, generators: Sequence[torch.Generator] | None) -> Tensor:
+        """Standard normal numbers of the shape of `values`, for each replica from its own generator."""
+        return self.per_replica(values, lambda part, g: part.new_empty(part.shape).normal_(generator=g), generators)

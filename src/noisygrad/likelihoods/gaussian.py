@@ -126,8 +126,9 @@ class Gaussian(Likelihood):
         torch.mul(precision, 0.5, out=self.half_precision)
         torch.sub(0.5 * _LOG_2PI, log_precision, alpha=0.5, out=self.half_log_normaliser)
 
-    def _expand(self, event_size: int) -> int:
+    def _expand(self, output: Tensor) -> int:
         """Give each output its own noise, once their number is known; returns how many outputs share one."""
+        event_size = math.prod(output.shape[len(self.replicas) + 1 :])
         held = self.half_precision.shape[-1]
         if not self.per_output:
             return event_size
@@ -138,9 +139,6 @@ class Gaussian(Likelihood):
             self._resize(torch.Size([*buffer.shape[:-1], event_size]), buffer.device, buffer.dtype)
         return 1
 
-    def _event_size(self, output: Tensor) -> int:
-        return math.prod(output.shape[len(self.replicas) + 1 :])
-
     def _over_event(self, noise: Tensor, output: Tensor) -> Tensor:
         """`noise` `[*replicas, K]` in a shape that broadcasts to one `output` `[*replicas, batch, *event]`."""
         event = output.shape[len(self.replicas) + 1 :]
@@ -149,19 +147,19 @@ class Gaussian(Likelihood):
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         """E_q(τ)[log p], `[*replicas, batch]`: ½[ψ(α) − log β − (α/β)(y − f)² − log 2π] summed over outputs."""
-        self._expand(self._event_size(output))
+        self._expand(output)
         squared = (widened(output) - target).square()
         scale, normaliser = (self._over_event(part, output) for part in (self.half_precision, self.half_log_normaliser))
         return -self.sum_event(scale * squared + normaliser)
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
         """∂ log p / ∂ output: E[τ] (y − f)."""
-        self._expand(self._event_size(output))
+        self._expand(output)
         return (target - widened(output.detach())) * self._over_event(2 * self.half_precision, output)
 
     def nll(self, output: Tensor, target: Tensor) -> Tensor:
         """The mean over the batch of minus `log_prob`, summed over replicas."""
-        sharing = self._expand(self._event_size(output))
+        sharing = self._expand(output)
         normaliser, precision = self.half_log_normaliser, self.half_precision
         if precision.dim() == precision.numel() == 1:  # fewer operations for autograd
             error = F.mse_loss(widened(output), target)
@@ -180,23 +178,21 @@ class Gaussian(Likelihood):
 
     def sample(self, output: Tensor, generators: Sequence[torch.Generator] | None = None) -> Tensor:
         """f + ε/√E[τ], `[*replicas, batch, *event]`."""
-        self._expand(self._event_size(output))
+        self._expand(output)
         location = widened(output.detach())
-        noise = self.per_replica(
-            location, lambda part, generator: part.new_empty(part.shape).normal_(generator=generator), generators
-        )
+        noise = self._normal_like(location, generators)
         return location + noise * self._over_event((2 * self.half_precision).rsqrt(), output)
 
     def output_fisher_factor(self, output: Tensor) -> Tensor:
         """One column per output, √E[τ] on it: the Fisher is E[τ]·I."""
-        self._expand(self._event_size(output))
+        self._expand(output)
         root = self._over_event((2 * self.half_precision).sqrt(), output)
         values = root.to(widened(output).dtype).expand(output.shape)
         return diagonal_columns(values, self.event_dims(output))
 
     def predictive(self, outputs: Tensor) -> RegressionPrediction:
         """A mixture of Student-t with 2α degrees of freedom and scale² β/α, or of Gaussians where σ² is a point."""
-        self._expand(self._event_size(outputs[0]))
+        self._expand(outputs[0])
         scale = self._over_event((2 * self.half_precision).rsqrt(), outputs[0])
         degrees = self._over_event(2 * self.noise_shape, outputs[0]) if self._has_posterior else None
         return RegressionPrediction(outputs, scale, degrees, self.event_dims(outputs[0]))
@@ -205,7 +201,7 @@ class Gaussian(Likelihood):
         """Mean squared error over the batch and the outputs that share a noise, `[*replicas, K]`."""
         if self.fixed_variance is not None:
             return None
-        self._outputs_per_noise = self._expand(self._event_size(output))
+        self._outputs_per_noise = self._expand(output)
         return self._mean_square(output.detach(), target.detach())
 
     @torch.no_grad()

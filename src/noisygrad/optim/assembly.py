@@ -60,7 +60,6 @@ def assemble(
         start=options.fisher_start,
         floor=options.fisher_floor,
         ranks=ranks,
-        **place,
     )
     covariance.refresh_(groups.dampings())
     views = ParameterViews(structure)

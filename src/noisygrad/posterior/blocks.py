@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -39,22 +39,11 @@ class Block(Span):
 
     def to_memory(self, part: Tensor) -> Tensor:
         """A vector of which every parameter is row by row, in the order of memory; itself where that is the same."""
-        return self._each(Unit.to_memory, part)
+        return reordered(self.units, part, Unit.to_memory)
 
     def from_memory(self, part: Tensor) -> Tensor:
         """The inverse of `to_memory`."""
-        return self._each(Unit.from_memory, part)
-
-    def _each(self, move: Callable[[Unit, Tensor], Tensor], part: Tensor) -> Tensor:
-        if has_constant_rows(part) or not any(unit.has_custom_layout for unit in self.units):
-            return part
-        segments = part.split([unit.size for unit in self.units], dim=-1)
-        moved = [move(unit, segment) for unit, segment in zip(self.units, segments, strict=True)]
-        return torch.cat(moved, dim=-1)
-
-    def identity(self, prior: Prior, dtype: torch.dtype, device: torch.device) -> Statistics:
-        """The statistics at the start: F̄ = I, under a prior in units of the Fisher."""
-        return self.family.identity(self.units, self.batch, prior, dtype=dtype, device=device)
+        return reordered(self.units, part, Unit.from_memory)
 
     def measure(self, passes: Mapping[str, Pass], current: Statistics) -> Statistics:
         """The statistics of one pass, for a moving average that is now `current`."""
@@ -71,10 +60,18 @@ class Block(Span):
         basis = current.tensors()
         return BasisSummary.of(one, basis["left"], basis["right"])
 
-    def prior(self, precision_of: PrecisionOf, dtype: torch.dtype, device: torch.device) -> Prior:
-        """A fresh prior from the precision 1/η of each parameter."""
-        return self.family.prior(self.units, self.batch, precision_of, dtype=dtype, device=device)
+    def prior(self, precision_of: PrecisionOf, like: Tensor) -> Prior:
+        """A fresh prior from the precision 1/η of each parameter, of the type and on the device of `like`."""
+        return self.family.prior(self, precision_of, like)
 
     def pieces(self, statistics: Statistics) -> list[tuple[str, Tensor]]:
         """Tensors that are finite if all statistics are, each with the name of the layer that it is about."""
         return self.family.pieces(self.units, statistics)
+
+
+def reordered(units: Sequence[Unit], part: Tensor, move: Callable[[Unit, Tensor], Tensor]) -> Tensor:
+    """A vector of these units after `Unit.to_memory` or `from_memory` of each; itself where no order is changed."""
+    if has_constant_rows(part) or not any(unit.has_custom_layout for unit in units):
+        return part
+    segments = part.split([unit.size for unit in units], dim=-1)
+    return torch.cat([move(unit, segment) for unit, segment in zip(units, segments, strict=True)], dim=-1)

@@ -17,8 +17,7 @@ from noisygrad.families.base import DampingMode, Prior, Statistics, TensorRecord
 from noisygrad.likelihoods import Likelihood, UnknownLikelihoodError, by_name
 from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.faults import format_names
-from noisygrad.posterior.files import FORMAT
-from noisygrad.posterior.posterior import Posterior
+from noisygrad.posterior.posterior import FORMAT, Posterior
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import build_structure
 from noisygrad.posterior.weights import FlatWeights
@@ -76,11 +75,10 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: str | None = N
     _check(path, "", tensors, {"mean": flat, "prior_mean": flat})
     first = next(iter(structure.parameters.values()))
     tensors = {name: t if name.startswith("buffer/") else t.to(first.device) for name, t in tensors.items()}
-    dtype = tensors["mean"].dtype
     statistics, priors = {}, {}
     for block in structure.blocks:
-        plain = block.prior(lambda name: 1.0, dtype, first.device)
-        like = block.identity(plain, dtype, first.device)
+        plain = block.prior(lambda name: 1.0, tensors["mean"])
+        like = block.family.identity(plain)
         found = _check(path, f"statistics/{block.name}/", tensors, _shapes(like))
         statistics[block.name] = like.copy_(type(like).from_tensors(found, {}))
         priors[block.name] = _prior(path, block, plain, entries[block.name], tensors, like)

@@ -21,8 +21,7 @@ from noisygrad.posterior.inputs import Call
 def running_norms(model: nn.Module) -> dict[str, _BatchNorm]:
     """The layers of batch normalisation that keep running statistics, by name.
 
-    Raises:
-        ValueError: There are none, or they would wait for other processes.
+    Raises ValueError where there are none, or where they would wait for other processes.
     """
     norms = {
         name: module
@@ -42,8 +41,7 @@ def running_norms(model: nn.Module) -> dict[str, _BatchNorm]:
 def norm_batches(data: Call, batch_size: int | None, dim_of: Callable[[Tensor], int]) -> list[Call]:
     """The examples in batches of nearly the same size, at least two in each: every k-th one, in case they are sorted.
 
-    Raises:
-        ValueError: There are fewer than two.
+    Raises ValueError where there are fewer than two.
     """
     count = data.examples(dim_of)
     if count < 2:
@@ -60,11 +58,9 @@ def own_statistics(
 ) -> dict[str, Tensor]:
     """The model's buffers with the statistics of these inputs in place of the running ones.
 
-    Args:
-        norms: The model's, from `running_norms`; they are afterwards as before.
-        buffers: All buffers of the model by name; they stay as they are.
-        parts: Batches of inputs, of nearly the same size, since each counts the same.
-        forward: Runs the model with the draw's weights and the buffers that it is given, and updates these in place.
+    `norms` are from `running_norms`, and are afterwards as before; so are `buffers`, all that the model has. The parts
+    are batches of inputs of nearly the same size, since each counts the same. `forward` runs the model with the draw's
+    weights and the buffers that it is given, and updates these in place.
     """
     own = dict(buffers)
     for name in norms:

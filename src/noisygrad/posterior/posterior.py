@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from noisygrad.archive import write_archive
 from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
 from noisygrad.families.dense import LARGEST as LARGEST_DENSE
 from noisygrad.families.kl import kl_divergence, log_prob
 from noisygrad.kernels.factorisation import FactorisationError
 from noisygrad.kernels.switches import full_precision
-from noisygrad.likelihoods import Likelihood
+from noisygrad.likelihoods import Likelihood, check_saveable
 from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.coverage import Coverage
 from noisygrad.posterior.faults import named_error
-from noisygrad.posterior.files import PosteriorFile
 from noisygrad.posterior.inputs import Call, Inputs, moved
 from noisygrad.posterior.normalisation import norm_batches, own_statistics, running_norms
 from noisygrad.posterior.prior import BlockPriors
@@ -34,6 +34,9 @@ from noisygrad.posterior.summary import Summary, summary_of
 from noisygrad.posterior.weights import FlatWeights, evaluating
 from noisygrad.predictions import Prediction
 from noisygrad.priors import FittedPrior
+
+FORMAT = 1
+"""The format of a posterior's file."""
 
 
 class Posterior:
@@ -312,17 +315,30 @@ class Posterior:
 
     def save(self, path: str | Path) -> None:
         """Write everything to one safetensors file; read it with `load_posterior(path, model)`."""
-        PosteriorFile(
-            structure=self.structure,
-            mean=self._mean.flat,
-            statistics=self.statistics,
-            priors=self.priors,
-            likelihood=self.likelihood,
-            buffers=self._buffers,
-            num_data=self.num_data,
-            kl_weight=self.kl_weight,
-            damping_mode=self.damping_mode,
-        ).write(path)
+        check_saveable(self.likelihood)  # what could not be read back is not written
+        blocks, priors = self.structure.blocks, self.priors.blocks
+        tensors: dict[str, Tensor] = {"mean": self._mean.flat, "prior_mean": self.priors.mean}
+        for part, records in (("statistics", self.statistics), ("prior", priors)):
+            for block in blocks:
+                found = records[block.name].tensors()
+                tensors |= {f"{part}/{block.name}/{name}": tensor for name, tensor in found.items()}
+        tensors |= {f"likelihood/{name}": tensor for name, tensor in self.likelihood.state_dict().items()}
+        tensors |= {f"buffer/{name}": tensor for name, tensor in self._buffers.items()}
+        tensors |= {f"frozen/{name}": parameter for name, parameter in self.structure.frozen.items()}
+        noise = {block.group: block.noise for block in blocks}
+        header = {
+            "format": FORMAT,
+            "family": self.family,
+            "num_data": self.num_data,
+            "kl_weight": self.kl_weight,
+            "damping_mode": self.damping_mode,
+            "likelihood": {"name": type(self.likelihood).__name__, "config": self.likelihood.config()},
+            "parameters": {name: list(shape) for name, shape in self.structure.shapes.items()},
+            "groups": {slot.parameter: b.group for b in blocks for u in b.units for slot in u.slots},
+            "noise": [noise.get(group, True) for group in range(max(noise) + 1)],
+            "blocks": [{"name": b.name, "prior": priors[b.name].settings(), "size": b.size} for b in blocks],
+        }
+        write_archive(path, "posterior", header, tensors)
 
 
 def _positive(name: str, value: int) -> int:

@@ -39,9 +39,9 @@ class BlockPriors:
             mean.fill_centres_()
             centred = not bool(mean.flat.any())
             return cls(
-                constant_rows(0.0, mean.flat.shape, dtype=dtype, device=device) if centred else mean.flat,
+                constant_rows(0.0, mean.flat.shape, mean.flat) if centred else mean.flat,
                 {
-                    block.name: block.prior(lambda name: prior_precision(prior_variance, name), dtype, device)
+                    block.name: block.prior(lambda name: prior_precision(prior_variance, name), mean.flat)
                     for block in structure.blocks
                 },
             )

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from noisygrad.curvature.network import find_units
 from noisygrad.families import Family, family_named
-from noisygrad.families.base import Statistics, has_constant_rows
+from noisygrad.families.base import Statistics
 from noisygrad.families.units import Slot, Unit
-from noisygrad.posterior.blocks import Block
+from noisygrad.posterior.blocks import Block, reordered
 from noisygrad.posterior.coverage import Coverage
 from noisygrad.posterior.faults import format_names
 
@@ -71,28 +71,19 @@ class Structure:
         new = {unit.name: _as_it_lies(unit, self.parameters) for unit in self.units}
         if not any(unit.has_custom_layout for unit in new.values()):
             return self
-        return Structure(
-            self.family,
-            [dataclasses.replace(block, units=tuple(new[u.name] for u in block.units)) for block in self.blocks],
-            {module: [new[unit.name] for unit in units] for module, units in self.layers.items()},
-            self.parameters,
-            self.frozen,
-            self.replicas,
-            self.notes,
+        return dataclasses.replace(
+            self,
+            blocks=[dataclasses.replace(b, units=tuple(new[unit.name] for unit in b.units)) for b in self.blocks],
+            layers={module: [new[unit.name] for unit in units] for module, units in self.layers.items()},
         )
 
     def to_memory(self, flat: Tensor) -> Tensor:
         """A flat vector of which every parameter is row by row, in the order of this structure's; itself, if it is."""
-        return self._each(Block.to_memory, flat)
+        return reordered(self.units, flat, Unit.to_memory)
 
     def from_memory(self, flat: Tensor) -> Tensor:
         """The inverse of `to_memory`."""
-        return self._each(Block.from_memory, flat)
-
-    def _each(self, move: Callable[[Block, Tensor], Tensor], flat: Tensor) -> Tensor:
-        if has_constant_rows(flat) or not any(unit.has_custom_layout for unit in self.units):
-            return flat
-        return torch.cat([move(block, block.segment(flat)) for block in self.blocks], dim=-1)
+        return reordered(self.units, flat, Unit.from_memory)
 
     def group_part(self, group: int) -> slice:
         """The part of the flat vector that a param group owns; groups lie one after another."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from noisygrad.families.base import Precision, Prior
 from noisygrad.families.kl import kl_divergence
 from noisygrad.posterior.blocks import Block
+from noisygrad.posterior.coverage import format_table
 
 _UNDETERMINED = 0.01
 """Below this share of its weights a piece is said to be as before the data."""
@@ -56,16 +57,14 @@ class Summary:
 
     def __str__(self) -> str:
         header = ("block", "weights", "mean", "width", "width/mean", "KL", "KL/weight", "determined", "")
-        table = [header, *map(_row, self.pieces)]
-        widths = [max(len(row[column]) for row in table) for column in range(len(header))]
-        lines = [_line(row, widths) for row in table]
+        table = format_table([header, *map(_row, self.pieces)], aligned_right=range(1, len(header) - 1))
         weights, determined = (sum(getattr(p, name) for p in self.pieces) for name in ("weights", "determined"))
         counted = self.num_data / self.kl_weight
         last = (
             f"{weights} noisy weights, of which the data determine {determined:.4g}. KL to the prior: {self.kl:.4g} "
             f"nats, {self.kl / counted:.4g} for each of {counted:.6g} data (N/λ)."
         )
-        return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], "", last])
+        return f"{table}\n\n{last}"
 
     __repr__ = __str__
 
@@ -84,12 +83,6 @@ def _row(piece: PieceSummary) -> tuple[str, ...]:
     )
 
 
-def _line(row: tuple[str, ...], widths: list[int]) -> str:
-    first, *numbers, note = row
-    cells = [number.rjust(width) for number, width in zip(numbers, widths[1:-1], strict=True)]
-    return "  ".join([first.ljust(widths[0]), *cells, note]).rstrip()
-
-
 def summary_of(
     blocks: Iterable[tuple[Block, Precision, Prior]],
     mean: Tensor,
@@ -103,7 +96,7 @@ def summary_of(
     difference = mean - prior_mean
     found = []
     for block, precision, gamma in _independent_pieces(blocks):
-        identity = block.prior(lambda name: 1.0, mean.dtype, mean.device)
+        identity = block.prior(lambda name: 1.0, mean)
         squares = block.total(block.vector(mean).square().sum(-1))
         variances = block.total(precision.trace(identity)) / scale
         kl = block.total(kl_divergence(precision, gamma, block.vector(difference), scale))

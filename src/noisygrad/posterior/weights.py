@@ -70,10 +70,7 @@ class ParameterViews:
 class Staging:
     """The numbers of a flat vector parameter after parameter, each in its own order of memory: one gather away.
 
-    Args:
-        parameters: Those that are to be copied, with the strides that they have.
-        flat: The flat vector, or one like it.
-        views: Its views in the shapes of the parameters.
+    `parameters` are those that are to be copied, with their strides; `views` is the flat vector in their shapes.
     """
 
     def __init__(self, parameters: Sequence[Tensor], flat: Tensor, views: Sequence[Tensor]) -> None:

@@ -7,14 +7,7 @@ from torch import Tensor
 
 
 class Adam:
-    """Adam for one tensor, which may hold many parameters side by side.
-
-    Args:
-        parameters: What is moved, in place.
-        lr: The step size.
-        betas: Decays of the two moments.
-        epsilon: Added to the root of the second moment.
-    """
+    """Adam for one tensor, which it moves in place and which may hold many parameters side by side."""
 
     def __init__(self, parameters: Tensor, lr: float, betas: tuple[float, float] = (0.9, 0.999), epsilon: float = 1e-8):
         if not lr > 0:

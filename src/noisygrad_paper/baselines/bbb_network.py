@@ -27,18 +27,8 @@ from noisygrad_paper.baselines.adam import Adam
 class BayesByBackprop(torch.optim.Optimizer):
     """A factorised Gaussian over the weights of a network, fitted by Adam.
 
-    Args:
-        model: The network; its parameters are the posterior's mean between steps.
-        likelihood: What its outputs mean; its noise must not be one that is learned.
-        num_data: N, the size of the training set.
-        lr: Adam's step size, of means and log standard deviations.
-        kl_weight: λ.
-        prior_variance: η.
-        initial_std: σ of every weight at the start.
-        seed: Of the weight samples; torch's own generator decides by default.
-
-    Raises:
-        ValueError: Where a number is not positive.
+    The model's parameters are the posterior's mean between steps. The likelihood's noise must not be one that is
+    learned. `initial_std` is σ of every weight at the start; the other arguments are those of `NoisyAdam`.
     """
 
     def __init__(
@@ -130,11 +120,13 @@ class BayesByBackprop(torch.optim.Optimizer):
             damping_mode="factored",
         )
 
+    def _tensors(self) -> dict[str, Tensor]:
+        return {"state": self._state, "powers": self._adam.powers, **self._adam.tensors()}
+
     def state_dict(self) -> dict[str, Any]:
         """Mean, widths, Adam's moments and the generator."""
-        tensors = {"state": self._state, "powers": self._adam.powers, **self._adam.tensors()}
         return {
-            "tensors": {name: tensor.clone() for name, tensor in tensors.items()},
+            "tensors": {name: tensor.clone() for name, tensor in self._tensors().items()},
             "generator": self.generator.get_state(),
             "lr": self.param_groups[0]["lr"],
         }
@@ -142,7 +134,7 @@ class BayesByBackprop(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict` of the same network."""
-        tensors = {"state": self._state, "powers": self._adam.powers, **self._adam.tensors()}
+        tensors = self._tensors()
         for name, tensor in tensors.items():
             if state_dict["tensors"][name].shape != tensor.shape:
                 raise ValueError(f"the state belongs to another network: {name} has another shape")

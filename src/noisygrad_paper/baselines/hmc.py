@@ -8,7 +8,7 @@ precision under its Gamma prior is integrated out exactly, so chains are over we
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch.func import functional_call
 from noisygrad.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
 from noisygrad.posterior.weights import evaluating
 from noisygrad.priors import PriorVariance, check_patterns, check_prior_variance, is_improper, prior_precision
-from noisygrad_paper.baselines.hmc_posterior import HMCPosterior, wide
+from noisygrad_paper.baselines.hmc_posterior import HMCPosterior, HMCSettings, wide
 from noisygrad_paper.extras import require
 
 if TYPE_CHECKING:
@@ -29,40 +29,6 @@ __all__ = ["HMC", "HMCPosterior", "HMCSettings", "fit"]
 
 Report = Callable[[float, str], None]
 """Told the fraction that is done, and a word on it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HMCSettings:
-    """How chains are run. The defaults reach an R̂ below 1.01 on regression with ten hidden units."""
-
-    chains: int = 20
-    warmup: int = 500
-    """Iterations that find the step size, and are thrown away."""
-    samples: int = 600
-    """Kept of each chain."""
-    thin: int = 4
-    """Iterations for each sample that is kept."""
-    leapfrog_steps: int = 32
-    target_accept: float = 0.8
-    largest_rhat: float = 1.01
-    """Chains are made longer until R̂ of the predictions is at most this, or there were this many `extensions`."""
-    extensions: int = 2
-    """Each takes as many samples again as there are."""
-
-    def __post_init__(self) -> None:
-        for name in ("chains", "warmup", "samples", "thin", "leapfrog_steps"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
-        if self.chains < 2 or self.samples < 4:
-            raise ValueError("R̂ compares halves of two chains or more: give at least 2 chains and 4 samples")
-        if not 0 < self.target_accept < 1 or not self.largest_rhat > 1:
-            raise ValueError(
-                "target_accept must lie between 0 and 1 and largest_rhat be above 1; got "
-                f"{self.target_accept!r} and {self.largest_rhat!r}"
-            )
-        if not isinstance(self.extensions, int) or isinstance(self.extensions, bool) or self.extensions < 0:
-            raise ValueError(f"extensions must be an integer of at least 0; got {self.extensions!r}")
 
 
 def fit(
@@ -81,19 +47,16 @@ def fit(
 
     Args:
         model: A small network of supported layers; its own weights are not used and not changed.
-        likelihood: Gaussian (fixed noise, or under a Gamma prior), HeteroscedasticGaussian, Categorical, Bernoulli or
-            Poisson.
+        likelihood: Any of the library's; a Gaussian's noise is fixed, or under a Gamma prior.
         data: Inputs `[N, ...]` and targets.
         prior_variance: η, for all weights or by patterns of parameter names.
         at: Inputs whose predictions R̂ is of; the training inputs by default.
         seed: Of the first weights and all that is drawn.
         settings: How long and how many the chains are.
-        device: Where JAX runs the chains and the draws lie; these are on the CPU where torch is without CUDA.
         report: Told how far it is.
+        device: Where JAX runs the chains and the draws lie; these are on the CPU where torch is without CUDA.
 
-    Raises:
-        ModuleNotFoundError: The extra is not installed. UnsupportedLayerError: A layer that cannot be translated.
-        ValueError: Anything else that is wrong with the arguments.
+    Raises UnsupportedLayerError for a layer that cannot be translated.
     """
     x, y = data
     sampler = HMC(model, likelihood, prior_variance=prior_variance, settings=settings, device=device)
@@ -138,18 +101,10 @@ class HMC:
     def _make_sampler(self) -> Any:
         require("HMC", "jax", "numpyro")
         from noisygrad_paper.baselines.jax_networks import as_jax
-        from noisygrad_paper.baselines.jax_sampler import ChainSampler, Schedule
+        from noisygrad_paper.baselines.jax_sampler import ChainSampler
 
-        chosen = self.settings
-        schedule = Schedule(
-            warmup=chosen.warmup,
-            samples=chosen.samples,
-            thin=chosen.thin,
-            leapfrog_steps=chosen.leapfrog_steps,
-            target_accept=chosen.target_accept,
-        )
         self._network = as_jax(self.model)
-        return ChainSampler(self._potential(self._network), schedule)
+        return ChainSampler(self._potential(self._network), self.settings)
 
     def _potential(self, network: Callable[..., Any]) -> Potential:
         import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What HMC leaves: draws of a network's weights, their predictions, and what the chains say about themselves."""
+"""What HMC is given, and what it leaves: draws of the weights, predictions, and what chains say about themselves."""
 
 from __future__ import annotations
 
@@ -17,6 +17,40 @@ from noisygrad.predictions import Prediction, RegressionPrediction
 
 _AT_ONCE = {"cpu": 100_000, "cuda": 1_000_000}
 """Draws times inputs that go through the network together: what fits a cache, or what keeps a GPU busy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HMCSettings:
+    """How chains are run. The defaults reach an R̂ below 1.01 on regression with ten hidden units."""
+
+    chains: int = 20
+    warmup: int = 500
+    """Iterations that find the step size, and are thrown away."""
+    samples: int = 600
+    """Kept of each chain."""
+    thin: int = 4
+    """Iterations for each sample that is kept."""
+    leapfrog_steps: int = 32
+    target_accept: float = 0.8
+    largest_rhat: float = 1.01
+    """Chains are made longer until R̂ of the predictions is at most this, or there were this many `extensions`."""
+    extensions: int = 2
+    """Each takes as many samples again as there are."""
+
+    def __post_init__(self) -> None:
+        for name in ("chains", "warmup", "samples", "thin", "leapfrog_steps"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
+        if self.chains < 2 or self.samples < 4:
+            raise ValueError("R̂ compares halves of two chains or more: give at least 2 chains and 4 samples")
+        if not 0 < self.target_accept < 1 or not self.largest_rhat > 1:
+            raise ValueError(
+                "target_accept must lie between 0 and 1 and largest_rhat be above 1; got "
+                f"{self.target_accept!r} and {self.largest_rhat!r}"
+            )
+        if not isinstance(self.extensions, int) or isinstance(self.extensions, bool) or self.extensions < 0:
+            raise ValueError(f"extensions must be an integer of at least 0; got {self.extensions!r}")
 
 
 @dataclass(frozen=True)

@@ -74,11 +74,7 @@ _METHODS: dict[str, Callable[..., Array]] = {
 
 
 def as_jax(model: nn.Module) -> Network:
-    """The network in evaluation mode as a function of its trainable parameters, by torch's names for them.
-
-    Raises:
-        UnsupportedLayerError: A layer, a function or a way of writing the model that is not supported.
-    """
+    """The network in evaluation mode as a function of its trainable parameters, by torch's names for them."""
     try:
         traced = fx.Tracer().trace(model)
     except Exception as error:

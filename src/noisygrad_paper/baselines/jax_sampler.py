@@ -8,7 +8,6 @@ depend on which others run beside them (but for rounding).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 from numpyro.infer.hmc import hmc
+
+from noisygrad_paper.baselines.hmc_posterior import HMCSettings
 
 Array = Any
 Data = tuple[Array, Array, Array]
@@ -28,28 +29,11 @@ _JITTER = 0.2
 """The step size of an iteration is that of the warm-up within so much: a fixed one can run in circles."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """How long the chains are, and how they move."""
-
-    warmup: int
-    samples: int
-    """Kept of each chain."""
-    thin: int
-    leapfrog_steps: int
-    target_accept: float
-
-
 class ChainSampler:
-    """Chains for R data sets, `[R, C]` of them; `start`, then `warm_up`, then `draw` as often as needed.
+    """Chains for R data sets, `[R, C]` of them; `start`, then `warm_up`, then `draw` as often as needed."""
 
-    Args:
-        potential: What is sampled.
-        schedule: How.
-    """
-
-    def __init__(self, potential: Potential, schedule: Schedule) -> None:
-        self._schedule = schedule
+    def __init__(self, potential: Potential, settings: HMCSettings) -> None:
+        self._settings = settings
         self._init, self._move = hmc(potential_fn_gen=lambda *data: potential(data), algo="HMC")
         self._first = jax.jit(jax.vmap(jax.vmap(self._begin, in_axes=(0, 0, None))))
         self._compiled: dict[tuple[str, int], Callable[..., Any]] = {}
@@ -68,11 +52,11 @@ class ChainSampler:
     def _begin(self, start: Array, key: Array, data: Data) -> Any:
         return self._init(
             start,
-            self._schedule.warmup,
+            self._settings.warmup,
             step_size=0.05,
             adapt_mass_matrix=False,
-            target_accept_prob=self._schedule.target_accept,
-            num_steps=self._schedule.leapfrog_steps,
+            target_accept_prob=self._settings.target_accept,
+            num_steps=self._settings.leapfrog_steps,
             trajectory_length=None,
             model_args=data,
             rng_key=key,
@@ -80,10 +64,10 @@ class ChainSampler:
 
     def warm_up(self, report: Callable[[float], None]) -> None:
         """Find a step size for each data set: the median of its chains'."""
-        for done, count in _parts(self._schedule.warmup):
+        for done, count in _parts(self._settings.warmup):
             self._states = self._program("warm up", count, self._warm)(self._states, self._data)
             jax.block_until_ready(self._states.z)
-            report((done + count) / self._schedule.warmup)
+            report((done + count) / self._settings.warmup)
         self._step_size = jnp.median(self._states.adapt_state.step_size, axis=1)
 
     def draw(self, report: Callable[[float], None], only: Sequence[int] | None = None) -> NDArray[np.float64]:
@@ -94,11 +78,11 @@ class ChainSampler:
             lambda part: jnp.asarray(part)[places], (self._data, self._states, self._step_size, self._keys)
         )
         found = []
-        for done, size in _parts(self._schedule.samples):
+        for done, size in _parts(self._settings.samples):
             now, keys = jnp.unstack(_split(keys), axis=1)
             states, kept = self._program("sample", size, self._sample)(states, data, step_size, now)
             found.append(np.asarray(kept))
-            report((done + size) / self._schedule.samples)
+            report((done + size) / self._settings.samples)
         asked = count if only is None else len(only)  # what follows is repetition
         self._states, self._keys = jax.tree.map(
             lambda old, new: old.at[places[:asked]].set(new[:asked]), (self._states, self._keys), (states, keys)
@@ -132,7 +116,7 @@ class ChainSampler:
             return self._everywhere(states._replace(adapt_state=jittered), data), None
 
         def kept(states: Any, keys: Array) -> tuple[Any, Array]:
-            states, _ = jax.lax.scan(one, states, jnp.swapaxes(_split(keys, self._schedule.thin), 0, 1))
+            states, _ = jax.lax.scan(one, states, jnp.swapaxes(_split(keys, self._settings.thin), 0, 1))
             return states, states.z
 
         states, draws = jax.lax.scan(kept, states, jnp.swapaxes(_split(keys, count), 0, 1))

@@ -52,12 +52,10 @@ class Constant(Map):
     """Appends the certain value 1, whose weights are the biases."""
 
     def forward(self, mean: Tensor, variance: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """As the base class says."""
         pad = torch.nn.functional.pad
         return pad(mean, (0, 1), value=1.0), None if variance is None else pad(variance, (0, 1))
 
     def input_gradients(self, mean: Tensor, variance: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """As the base class says."""
         return mean[..., :-1], None if variance is None else variance[..., :-1]
 
 
@@ -73,7 +71,6 @@ class Linear(Map):
         self.share = 1.0 / mean.shape[-1]
 
     def forward(self, mean: Tensor, variance: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """As the base class says."""
         self.input_mean, self.input_variance = mean, variance
         self.square = mean.square()
         self.second_moment = self.square if variance is None else self.square + variance
@@ -107,7 +104,6 @@ class Rectifier(Map):
     """
 
     def forward(self, mean: Tensor, variance: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """As the base class says."""
         assert variance is not None
         self.scale = variance.sqrt()
         alpha = mean / self.scale
@@ -152,14 +148,8 @@ class PBP(Learner):
 
     A batch of B examples is B updates in turn, so the batch size changes the speed and nothing else.
 
-    Args:
-        inputs: Number of input features.
-        hidden: Widths of the hidden layers.
-        outputs: Number of outputs, which share one noise precision.
-        replicas: R.
-        generators: One source of initial means per replica.
-        device: Where the state lives.
-        dtype: Of the state; moment matching cancels, so less than float64 is not advised.
+    The outputs share one noise precision. Each replica has one of the generators, for its initial means. Moment
+    matching cancels, so a `dtype` narrower than float64 is not advised.
 
     Attributes:
         compile_options: What `torch.compile` must be given to compile `step_` for a CPU.
@@ -173,9 +163,6 @@ class PBP(Learner):
         weight_rate: Its rate b_w.
         noise_shape: Shape a of the Gamma posterior of the noise precision, `[R]`.
         noise_rate: Its rate b.
-
-    Raises:
-        ValueError: Where a size is not positive or the generators are not one per replica.
     """
 
     # Where Inductor (torch 2.13) fuses loops it may stop with a KeyError: it takes a later write to a tensor that they
@@ -299,10 +286,6 @@ class PBP(Learner):
     def moments(self, x: Tensor) -> Moments:
         """Mean and variance of the function at x `[R, n, inputs]`, each `[R, n, outputs]`."""
         return _propagate(self._maps(), x.to(self.dtype))
-
-    def function_variance(self, x: Tensor) -> Tensor:
-        """Variance of the function at x, `[R, n]`, without noise; summed over the outputs."""
-        return self.moments(x).variance.sum(-1)
 
     def predict(self, x: Tensor, num_samples: int, generators: Sequence[torch.Generator]) -> RegressionPrediction:
         """One Gaussian: the propagated moments with the mean noise variance b/(a−1); nothing is drawn."""

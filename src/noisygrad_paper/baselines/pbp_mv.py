@@ -49,13 +49,11 @@ class Rotation(Map):
         self.right_pairs = [right[i] * right[j] for i, j in pairs]
 
     def forward(self, mean: Tensor, variance: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """As the base class says."""
         self.input_mean, self.input_variance = mean, variance
         spread = None if variance is None else self._spread(variance, self.right_pairs, self.left_pairs)
         return self._apply(mean), spread
 
     def input_gradients(self, mean: Tensor, variance: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """As the base class says."""
         spread = None if variance is None else self._spread(variance, self.left_pairs, self.right_pairs)
         return self._apply_transposed(mean), spread
 
@@ -107,23 +105,11 @@ class Rotation(Map):
 class PBPMV(PBP):
     """R networks by PBP_MV; as `PBP`, whose means and variances are now those of C.
 
-    Args:
-        inputs: Number of input features.
-        hidden: Widths of the hidden layers.
-        outputs: Number of outputs, which share one noise precision.
-        replicas: R.
-        generators: One source per replica, of the initial means and then of the initial normals.
-        reflections: How many reflections make one orthogonal matrix.
-        rotation_lr: Adam's step size for their normals, times `anneal`, which should fall to 0: the normals have no
-            posterior, and what they still jitter at the end is error.
-        device: Where the state lives.
-        dtype: Of the state.
+    One orthogonal matrix is made of `reflections`. `rotation_lr` is Adam's step size for their normals, times `anneal`,
+    which should fall to 0: the normals have no posterior, and what they still jitter at the end is error.
 
     Attributes:
         normals: For each rotation, in the order of the network, its unit vectors `[R, k]`.
-
-    Raises:
-        ValueError: Where a size, `reflections` or `rotation_lr` is not positive, or the generators are not one each.
     """
 
     def __init__(

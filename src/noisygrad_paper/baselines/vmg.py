@@ -117,23 +117,12 @@ class VMG(Learner):
     integral over q(τ), not a Gaussian with E[τ] and E[log τ].
 
     Args:
-        inputs: Number of inputs.
-        hidden: Units of each hidden layer.
-        outputs: Number of outputs.
         num_data: N, the size of one replica's training set.
         y_std: Standard deviation of the targets, a number, `[R]` or `[R, outputs]`.
-        replicas: R.
         generators: One per replica, for its initial values.
         pseudo_pairs: P, in every layer.
         max_noise: The greatest variance of the factors on pseudo-data, where they also start.
-        noise_prior: Shape and rate of the Gamma prior of the noise precision.
-        lr: Of Adam.
         kl_weight: λ, of all KL terms.
-        device: Where the state is.
-        dtype: Of the state.
-
-    Raises:
-        ValueError: Where an argument is out of range or does not fit the replicas.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -67,7 +67,6 @@ def _uci(
     folder: str,
     rows: int,
     features: int,
-    checksum: str,
     about: str,
     target: str,
     *,
@@ -81,7 +80,7 @@ def _uci(
         about=about,
         licence=licence,
         address=f"{SPLITS_COPY}/{folder}/data/data.txt",
-        files={f"uci/{name}.npz": checksum},
+        files={f"uci/{name}.npz": _CHECKSUMS[name]},
         rows=rows,
         features=features,
         target=target,
@@ -90,12 +89,24 @@ def _uci(
     )
 
 
+_CHECKSUMS = {
+    "naval": "69bd367d2f8a7aa7ed34d96db1db17f0239e0f6dcc1416129595ed3dc324de79",
+    "boston": "a452688f7de3e21b6013d6c370ad53e04c3181c33ad9f0dd91b8b2f67317e787",
+    "concrete": "95cb952ae1ade7d55b866083620d52d512ccc12cabf2d5b48f19e558ffce6fd3",
+    "energy": "f1b4ffffca1a4a6cbf7a814738731cb60bf9a7721b56e754e20cdca07a9ef9a0",
+    "kin8nm": "62724b272be0bfde5e0518c43da7800caae1373d3a39a2ff69890921152b54d5",
+    "power": "bbe83d856e3255f5749587de7597a6fa48916bb1dce0865d3dc82d60fedd9d3d",
+    "protein": "beb10439f37d88e0fc90722caefd6d8b269eb1edb77518bc1440593e2ff10f01",
+    "wine": "ab3b807dc4b7b8ef574f2dc395e5aada904bd7941c1802f3b3c998738fe53323",
+    "yacht": "2c3a6ae76cfa90785be14c92ae31031f0d15f65a4b3649a4eef8e361684f46e8",
+}
+"""Of the numbers of the nine UCI sets."""
+
 _NAVAL = _uci(
     "naval",
     "naval-propulsion-plant",
     11934,
     16,
-    "69bd367d2f8a7aa7ed34d96db1db17f0239e0f6dcc1416129595ed3dc324de79",
     "decay of a frigate's compressor from 16 measurements of its gas turbine",
     "compressor decay coefficient",
     label="naval (PBP's task: compressor decay from 16 features)",
@@ -107,88 +118,46 @@ _ENTRIES = (
         "bostonHousing",
         506,
         13,
-        "a452688f7de3e21b6013d6c370ad53e04c3181c33ad9f0dd91b8b2f67317e787",
         "price of homes in Boston's districts",
         "median value, 1000 dollars",
         licence="no clear licence (Harrison & Rubinfeld 1978, StatLib)",
     ),
-    _uci(
-        "concrete",
-        "concrete",
-        1030,
-        8,
-        "95cb952ae1ade7d55b866083620d52d512ccc12cabf2d5b48f19e558ffce6fd3",
-        "strength of concrete from its mixture and age",
-        "compressive strength, MPa",
-    ),
-    _uci(
-        "energy",
-        "energy",
-        768,
-        8,
-        "f1b4ffffca1a4a6cbf7a814738731cb60bf9a7721b56e754e20cdca07a9ef9a0",
-        "heating load of a building from its shape",
-        "heating load, kWh per square metre",
-    ),
+    _uci("concrete", "concrete", 1030, 8, "strength of concrete from its mixture and age", "compressive strength, MPa"),
+    _uci("energy", "energy", 768, 8, "heating load of a building from its shape", "heating load, kWh per square metre"),
     _uci(
         "kin8nm",
         "kin8nm",
         8192,
         8,
-        "62724b272be0bfde5e0518c43da7800caae1373d3a39a2ff69890921152b54d5",
         "reach of a simulated robot arm from its eight joint angles",
         "distance from the target",
         licence="DELVE (University of Toronto), free for research",
     ),
     _NAVAL,
-    DataSet(
+    replace(
+        _NAVAL,
         name="naval-turbine",
-        kind="table",
         about="decay of a frigate's turbine from the same 16 measurements and the compressor's decay",
-        licence=_NAVAL.licence,
-        address=_NAVAL.address,
-        files=_NAVAL.files,
-        rows=11934,
         features=17,
         target="turbine decay coefficient",
-        splits=20,
         label="naval (the paper's: turbine decay from 17 features)",
-        fetched_with="naval",
     ),
-    _uci(
-        "power",
-        "power-plant",
-        9568,
-        4,
-        "bbe83d856e3255f5749587de7597a6fa48916bb1dce0865d3dc82d60fedd9d3d",
-        "output of a power plant from the weather",
-        "net hourly output, MW",
-    ),
+    _uci("power", "power-plant", 9568, 4, "output of a power plant from the weather", "net hourly output, MW"),
     _uci(
         "protein",
         "protein-tertiary-structure",
         45730,
         9,
-        "beb10439f37d88e0fc90722caefd6d8b269eb1edb77518bc1440593e2ff10f01",
         "error of a protein's predicted structure from its physical and chemical properties",
         "root-mean-square deviation, Å",
         splits=5,
     ),
-    _uci(
-        "wine",
-        "wine-quality-red",
-        1599,
-        11,
-        "ab3b807dc4b7b8ef574f2dc395e5aada904bd7941c1802f3b3c998738fe53323",
-        "tasters' mark of a red wine from its chemistry",
-        "quality, 0 to 10",
-    ),
+    _uci("wine", "wine-quality-red", 1599, 11, "tasters' mark of a red wine from its chemistry", "quality, 0 to 10"),
     _uci(
         "yacht",
         "yacht",
         308,
         6,
-        "2c3a6ae76cfa90785be14c92ae31031f0d15f65a4b3649a4eef8e361684f46e8",
         "drag of a sailing yacht from the shape of its hull and its speed",
         "residuary resistance per unit weight",
     ),

@@ -62,14 +62,8 @@ CORRUPTIONS: dict[str, Corruption] = {"noise": _noise, "blur": _blur, "contrast"
 def corrupted(x: Tensor, kind: str, strength: int, generator: Generator) -> Tensor:
     """Images made worse, again in [0, 1]; the given ones are unchanged.
 
-    Args:
-        x: [n, C, H, W], floating point in [0, 1], on any device: before they are normalised.
-        kind: A name of `CORRUPTIONS`.
-        strength: From 1, hardly seen, to 5.
-        generator: One of the CPU, wherever the images are. Only noise draws from it.
-
-    Raises:
-        ValueError: For an unknown kind or strength, for other images, or for a generator of another device.
+    `x` is [n, C, H, W], floating point in [0, 1], before it is normalised, on any device; the generator is one of the
+    CPU all the same. ValueError for other images, for an unknown kind, or for a strength that is not 1, 2, ... 5.
     """
     if kind not in CORRUPTIONS:
         raise ValueError(f"there is no corruption {kind!r}; the known ones are {', '.join(CORRUPTIONS)}")

@@ -54,16 +54,10 @@ def fetch(
 ) -> list[Path]:
     """Download a data set into the cache, and return the files written: none if all are there and right.
 
-    Args:
-        name: A name of the catalogue.
-        data_dir: The cache; by default `$NOISYGRAD_DATA` or the user's cache folder. It is made if need be.
-        force: Download also what is there and right.
-        report: Called now and then while a file comes in.
+    `force` downloads also what is there and right; `report` is called now and then while a file comes in.
 
-    Raises:
-        UnknownDataSetError: For a name that is not in the catalogue.
-        FetchError: Where the network or the disk failed; nothing in the cache has changed then.
-        DamagedDataError: Where what came is not the data; it is kept aside as `<file>.rejected` and not used.
+    Raises `FetchError` where the network or the disk failed, and nothing in the cache has changed; `DamagedDataError`
+    where what came is not the data: it is kept aside as `<file>.rejected` and not used.
     """
     entry = data_set(name)
     entry = data_set(entry.fetched_with)
@@ -75,7 +69,7 @@ def fetch(
         downloads.mkdir(parents=True, exist_ok=True)
         for relative in entry.files:
             (directory / relative).parent.mkdir(exist_ok=True)
-        written = _UNPACK.get(entry.name, _fetch_table)(entry, directory, report or _silent)
+        written = _UNPACK.get(entry.name, _fetch_table)(entry, directory, report or (lambda name, done, total: None))
     except OSError as error:
         if isinstance(error, FetchError):
             raise
@@ -92,10 +86,6 @@ def _present(entry: DataSet, directory: Path) -> bool:
     except (MissingDataError, DamagedDataError):
         return False
     return True
-
-
-def _silent(name: str, done: int, total: int | None) -> None:
-    pass
 
 
 def _fetch_table(entry: DataSet, directory: Path, report: Report) -> list[Path]:

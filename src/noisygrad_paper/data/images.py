@@ -85,20 +85,10 @@ class Images:
 
 
 def load_images(name: str, data_dir: str | Path | None = None) -> Images:
-    """The set of images of that name, the checksums of its files verified.
+    """The set of images of that name in the catalogue, checksums verified, from the cache (`data_directory`).
 
     `cifar10` and `mnist` have their official split. `digits`, which comes with scikit-learn, has a fixed one: four
-    fifths of each class are for training, and a grey value of 16 becomes a byte of 240.
-
-    Args:
-        name: One of the sets of images of the catalogue (`noisygrad data list`).
-        data_dir: The cache; by default `$NOISYGRAD_DATA` or the user's cache folder.
-
-    Raises:
-        UnknownDataSetError: For a name that is not in the catalogue; the message lists the names.
-        MissingDataError: A FileNotFoundError whose message has the command that fetches the files.
-        DamagedDataError: For a file with a wrong checksum or of a wrong form, which is renamed and not used.
-        ValueError: For a table.
+    fifths of each class are for training, and a grey value of 16 becomes a byte of 240. Raises as `load_table` does.
     """
     entry = data_set(name)
     if entry.kind != "images":
@@ -121,12 +111,7 @@ def load_images(name: str, data_dir: str | Path | None = None) -> Images:
 def load_out_of_distribution(data_dir: str | Path | None = None) -> Pixels:
     """House numbers, uint8 [n, 3, 32, 32]: a part of SVHN's test images, which no class of CIFAR-10 fits.
 
-    Args:
-        data_dir: The cache; by default `$NOISYGRAD_DATA` or the user's cache folder.
-
-    Raises:
-        MissingDataError: A FileNotFoundError that says where the file is looked for; no command fetches it.
-        DamagedDataError: For a file that does not hold such images.
+    Raises `MissingDataError`, which says where the file is looked for (no command fetches it), or `DamagedDataError`.
     """
     path = data_directory(data_dir) / _OUT_OF_DISTRIBUTION
     form = "an npz file with x_test, uint8 [n, 3, 32, 32]"
@@ -150,10 +135,7 @@ def load_out_of_distribution(data_dir: str | Path | None = None) -> Pixels:
 def subset(images: Images, count: int, seed: int) -> Images:
     """The same set with `count` random rows for training, in their order, for quick runs; the test part is whole.
 
-    With one seed, a smaller subset is part of a larger one.
-
-    Raises:
-        ValueError: If there are not that many rows, or if a class has no row among those drawn.
+    With one seed, a smaller subset is part of a larger one. ValueError where a class has no row among those drawn.
     """
     rows = len(images.y_train)
     if not 1 <= count <= rows:

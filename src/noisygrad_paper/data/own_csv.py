@@ -22,14 +22,8 @@ class CsvError(ValueError):
 def read_csv_table(path: str | Path, target: str | int) -> DataTable:
     """A table from a file with a header line and numbers between commas.
 
-    Args:
-        path: The file, in UTF-8.
-        target: The column to predict, by its name or by its number, counted from 0; all others are features.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        CsvError: For a missing header, names that are empty or not unique, an unknown target, a line of another
-            length, a cell that is missing or not a finite number, fewer than 20 rows, or a target that never changes.
+    The file is in UTF-8. `target` is the column to predict, by its name or by its number, counted from 0; all others
+    are features. Raises CsvError for what cannot be used: the header, the target, a line, a cell, too few rows.
     """
     path = Path(path).expanduser()
     if not path.is_file():

@@ -73,9 +73,6 @@ def standardised(
         ones: Constant inputs that become 1 instead, by their position: more biases. Where the deviation of a constant
             is a rounding error and not 0, a plain division makes it 1, and published figures contain that.
         by_all_rows: Standardise by the whole table: for splits whose training rows are too few to say much.
-
-    Raises:
-        ValueError: For splits of several sizes, or where one of `ones` is not constant.
     """
     varying = [column for column in ones if np.ptp(table.x[:, column]) > 0.0]
     if varying:

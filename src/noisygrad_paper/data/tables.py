@@ -49,17 +49,10 @@ class DataTable:
 
 
 def load_table(name: str, data_dir: str | Path | None = None) -> DataTable:
-    """The regression set of that name, its checksum verified.
+    """The regression set of that name in the catalogue, its checksum verified, from the cache (`data_directory`).
 
-    Args:
-        name: One of the tables of the catalogue (`noisygrad data list`).
-        data_dir: The cache; by default `$NOISYGRAD_DATA` or the user's cache folder.
-
-    Raises:
-        UnknownDataSetError: For a name that is not in the catalogue; the message lists the names.
-        MissingDataError: A FileNotFoundError whose message has the command that fetches the file.
-        DamagedDataError: For a file with a wrong checksum, which is renamed and not used.
-        ValueError: For a set of images.
+    Raises `UnknownDataSetError` with the names there are, `MissingDataError` with the command that fetches the file,
+    `DamagedDataError` for a wrong file, which is renamed and not used, and ValueError for a set of images.
     """
     entry = data_set(name)
     if entry.kind != "table":

@@ -26,11 +26,7 @@ HORIZON = 500
 
 
 class Task(gymnasium.Env[Array, Array], ABC):
-    """A Box2D world with one force on it and a reward that is 0 nearly everywhere.
-
-    Args:
-        render_mode: None, or "rgb_array" for `render()` to return a picture.
-    """
+    """A Box2D world with one force on it and a reward that is 0 nearly everywhere."""
 
     metadata: dict[str, Any] = {  # noqa: RUF012 (gymnasium declares it so)
         "render_modes": ["rgb_array"],

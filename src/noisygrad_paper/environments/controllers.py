@@ -156,14 +156,9 @@ def regulator(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """The linear-quadratic regulator around a state in which the task rests without a force.
 
-    Args:
-        task: Its own step is what is linearised, by central differences.
-        state: As `reset(options={"state": ...})` takes it.
-        deviation: Of an observation from this state; in the order of its entries.
-
-    Returns:
-        The gain, `[4]`: action = −gain · deviation; and the cost of a deviation, `[4, 4]`, in squared deviations (rates
-        included) and actions.
+    The task's own step is linearised, by central differences. `deviation` is an observation's from this state, in the
+    order of its entries. Returns the gain, `[4]`: action = −gain · deviation; and the cost of a deviation, `[4, 4]`, in
+    squared deviations (rates included) and actions.
     """
     step = 0.01
 

@@ -78,7 +78,6 @@ class DoublePendulum(Task):
         return end_of_rod((elbow.x, elbow.y), self.lower.angle, -LENGTH)
 
     def _outcome(self, observation: tuple[float, ...]) -> tuple[float, bool]:
-        del observation
         return float(math.dist(self.tip(), TARGET) < self.threshold), False
 
     def _decorate(self, canvas: Canvas) -> None:

@@ -21,13 +21,8 @@ class TaskVector(VecEnv):
 
     An episode ends when its task is over or after `horizon` actions. Both are ends: nothing tells the algorithm to add
     a value to the last reward, as the paper's code does not. Episodes go on from one rollout to the next. The last
-    observation of an episode is in its `infos[copy]["terminal_observation"]`.
-
-    Args:
-        task: Makes one copy, such as `MountainCar`.
-        copies: How many.
-        horizon: The longest episode.
-        seed: Copy i begins with seed + i; without it, `reset` draws one.
+    observation of an episode is in its `infos[copy]["terminal_observation"]`. Copy i begins
+    with seed + i; without a seed, `reset` draws one.
     """
 
     def __init__(
@@ -48,7 +43,6 @@ class TaskVector(VecEnv):
             self.seed(seed)
 
     def reset(self) -> Array:
-        """Begin a new episode in every copy."""
         observations = np.empty((self.num_envs, len(self.envs[0].largest_observation)), dtype=np.float32)
         for copy, env in enumerate(self.envs):
             observations[copy], self.reset_infos[copy] = env.reset(seed=self._seeds[copy], options=self._options[copy])
@@ -58,11 +52,6 @@ class TaskVector(VecEnv):
         return observations
 
     def step_async(self, actions: Array) -> None:
-        """Keep the actions, `[copies, 1]`, for `step_wait`.
-
-        Raises:
-            ValueError: Their shape is another, or one is not finite.
-        """
         if np.shape(actions) != (self.num_envs, 1) or not np.isfinite(actions).all():
             raise ValueError(f"actions must be finite, of shape ({self.num_envs}, 1); got {actions!r}")
         self._actions = np.asarray(actions)[:, 0].tolist()
@@ -85,27 +74,22 @@ class TaskVector(VecEnv):
         return np.array(observations, dtype=np.float32), np.array(rewards, dtype=np.float32), np.array(dones), infos
 
     def close(self) -> None:
-        """Close every copy."""
         for env in self.envs:
             env.close()
 
     def get_images(self) -> Sequence[NDArray[np.uint8] | None]:
-        """A picture of every copy."""
         return [env.render() for env in self.envs]
 
     def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
-        """An attribute of the copies."""
         return [getattr(self.envs[copy], attr_name) for copy in self._get_indices(indices)]
 
     def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
-        """Set an attribute of the copies."""
         for copy in self._get_indices(indices):
             setattr(self.envs[copy], attr_name, value)
 
     def env_method(
         self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **method_kwargs: Any
     ) -> list[Any]:
-        """Call a method of the copies."""
         return [
             getattr(self.envs[copy], method_name)(*method_args, **method_kwargs) for copy in self._get_indices(indices)
         ]
@@ -113,6 +97,4 @@ class TaskVector(VecEnv):
     def env_is_wrapped(
         self, wrapper_class: type[gymnasium.Wrapper[Any, Any, Any, Any]], indices: VecEnvIndices = None
     ) -> list[bool]:
-        """No copy is wrapped in anything."""
-        del wrapper_class
         return [False for _ in self._get_indices(indices)]

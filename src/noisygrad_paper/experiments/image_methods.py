@@ -274,7 +274,7 @@ def _point(model: nn.Module, likelihood: Categorical, num_data: int) -> Posterio
         likelihood,
         structure,
         mean.flat,
-        {block.name: block.identity(priors.blocks[block.name], torch.float32, device) for block in structure.blocks},
+        {block.name: block.family.identity(priors.blocks[block.name]) for block in structure.blocks},
         priors,
         num_data=num_data,
         kl_weight=1.0,

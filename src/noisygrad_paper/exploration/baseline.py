@@ -17,8 +17,7 @@ Array = NDArray[np.float64]
 class LinearFeatureBaseline:
     """V(o, t) = wᵀφ(o, t), φ = (o, o², t/100, (t/100)², (t/100)³, 1) with o clipped to [−10, 10]; 0 before any fit.
 
-    Args:
-        ridge: The penalty on |w|², against a sum of squared errors.
+    `ridge` is the penalty on |w|², against a sum of squared errors.
     """
 
     def __init__(self, ridge: float = 1e-5) -> None:

@@ -25,8 +25,7 @@ class NoBonus(Bonus):
 class SquaredNorm(Bonus):
     """|standardised observation|² + |standardised action|²: a control, for what is remarkable without any model.
 
-    Args:
-        pool: Whose means and deviations standardise; its own with the paper's sizes by default.
+    The pool's means and deviations standardise; by default it is one of its own with the paper's sizes.
     """
 
     def __init__(self, pool: ReplayPool | None = None) -> None:

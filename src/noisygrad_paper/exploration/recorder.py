@@ -15,11 +15,7 @@ Array = NDArray[np.float32]
 
 
 class Recorder(VecEnvWrapper):
-    """A vector environment that keeps what happens in it until `take` is called.
-
-    Raises:
-        TypeError: Its observations or actions are not in a Box.
-    """
+    """A vector environment of Box observations and actions that keeps what happens in it until `take` is called."""
 
     def __init__(self, venv: VecEnv) -> None:
         super().__init__(venv)
@@ -43,11 +39,7 @@ class Recorder(VecEnvWrapper):
         self.venv.step_async(actions)
 
     def step_wait(self) -> tuple[Array, Array, NDArray[np.bool_], list[dict[str, Any]]]:
-        """The results, as the environment gives them.
-
-        Raises:
-            ValueError: An observation or a reward is NaN or infinite.
-        """
+        """The results, as the environment gives them; ValueError where an observation or a reward is not finite."""
         given, rewards, dones, infos = self.venv.step_wait()
         observations = cast(Array, given)
         if self._actions is None:
@@ -56,9 +48,5 @@ class Recorder(VecEnvWrapper):
         return observations, rewards, dones, infos
 
     def take(self) -> Transitions:
-        """All since the last call, in order.
-
-        Raises:
-            RuntimeError: Nothing has happened since.
-        """
+        """All since the last call, in order; RuntimeError where nothing has happened since."""
         return self._tape.take()

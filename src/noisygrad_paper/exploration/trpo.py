@@ -32,15 +32,8 @@ class LinearBaselineTRPO(TRPO):
     task's own rewards. The critic network of stable-baselines3 is neither used nor trained. Where an episode ends, no
     value is added, whether the task was over or its time.
 
-    Args:
-        policy: As in sb3-contrib.
-        env: An environment with observations and actions in a Box.
-        intrinsic: The bonus; none by default.
-        baseline: The linear baseline.
-        settings: Everything else that `sb3_contrib.TRPO` takes.
-
-    Raises:
-        TypeError: Observations or actions are not in a Box.
+    Observations and actions must be in a Box. Without `intrinsic` there is no bonus; `settings` is everything else that
+    `sb3_contrib.TRPO` takes.
     """
 
     def __init__(
@@ -105,14 +98,8 @@ def paper_trpo(
 ) -> LinearBaselineTRPO:
     """TRPO with the paper's settings on one of its tasks: `paper_trpo("MountainCar").learn(100 * 5000)`.
 
-    Args:
-        task: A name in `TASKS`, or something that makes a task.
-        intrinsic: The bonus; none by default.
-        copies: Of the task, stepped together.
-        batch: Actions of an iteration, a multiple of `copies`.
-        horizon: The longest episode.
-        seed: Of the task's copies and the policy.
-        settings: Other arguments of `LinearBaselineTRPO`.
+    `task` is a name in `TASKS`, or makes a task, of which `copies` are stepped together; `batch` is how many actions an
+    iteration has, a multiple of the copies. `settings` are other arguments of `LinearBaselineTRPO`.
     """
     if isinstance(task, str):
         if task not in TASKS:

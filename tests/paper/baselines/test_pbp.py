@@ -335,8 +335,9 @@ def test_prediction_is_one_gaussian_of_function_and_noise():
     prediction = model.predict(x, 100, [])
     assert prediction.location.shape == (1, 2, 5, 1)
     torch.testing.assert_close(prediction.location[0], model.moments(x).mean)
-    assert model.function_variance(x).shape == (2, 5)
-    torch.testing.assert_close(prediction.scale[0, ..., 0].square(), model.function_variance(x) + 1.2)
+    variance = model.moments(x).variance.sum(-1)
+    assert variance.shape == (2, 5)
+    torch.testing.assert_close(prediction.scale[0, ..., 0].square(), variance + 1.2)
 
 
 def test_the_first_refinement_without_data_changes_nothing():
