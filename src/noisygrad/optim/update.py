@@ -90,21 +90,7 @@ class DeviceScalars:
 
 
 class Update:
-    """Makes the steps; owns the gradient and the momentum.
-
-    Args:
-        weights: The mean, which moves.
-        covariance: What the gradient is preconditioned with.
-        prior_centre: m₀, or None where it is 0.
-        measurement: Is asked to warn of layers without statistics.
-        guard: Decides whether a step may go on.
-        likelihood: Learns its noise along.
-        options: When statistics and factors are due, and the schedules.
-        gradient: Where the gradients of the parameters are gathered.
-        groups: The param groups.
-        ranks: The processes that train together.
-        executor: Runs what can be replayed.
-    """
+    """Makes the steps; owns the gradient and the momentum. `prior_centre` is m₀, or None where it is 0."""
 
     def __init__(
         self,
