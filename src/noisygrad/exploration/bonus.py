@@ -52,11 +52,7 @@ class IntrinsicReward:
         self._medians: deque[float] = deque(maxlen=window)
 
     def __call__(self, transitions: Transitions) -> Array:
-        """The reward to add to each action, `[steps, copies]`; then the bonus takes the rollout in.
-
-        Raises:
-            ValueError: A bonus is NaN.
-        """
+        """The reward to add to each action, `[steps, copies]`; then the bonus takes the rollout in."""
         found = self.bonus.measure(transitions)
         rewards = np.zeros(transitions.rewards.shape)
         if found is not None:

@@ -119,11 +119,8 @@ class InformationGain(BaseCallback):
         self.settings = MODELS[model] if isinstance(model, str) else model
         self.intrinsic: IntrinsicReward | None = None
         """The bonus as a reward; None before learning begins."""
-        self._options: dict[str, Any] = {
-            "train_every": train_every,
-            "num_samples": num_samples,
-            "covariance": covariance,
-        }
+        self._options: dict[str, Any] = {"train_every": train_every, "num_samples": num_samples}
+        self._options["covariance"] = covariance
         self._sizes, self._weight, self._seed = (capacity, minimum), weight, seed
         self._made_for: tuple[int, int] | None = None
         self._tape: Tape | None = None
@@ -132,11 +129,7 @@ class InformationGain(BaseCallback):
 
     @property
     def bonus(self) -> GainBonus:
-        """The model's pool, and how well it has predicted.
-
-        Raises:
-            RuntimeError: Learning has not begun.
-        """
+        """The model's pool, and how well it has predicted; RuntimeError before learning has begun."""
         if self.intrinsic is None or not isinstance(self.intrinsic.bonus, GainBonus):
             raise RuntimeError("there is no model yet: it is made when learning begins")
         return self.intrinsic.bonus
@@ -181,8 +174,7 @@ class InformationGain(BaseCallback):
         return True
 
     def _on_rollout_end(self) -> None:
-        assert self._tape is not None
-        assert self.intrinsic is not None
+        assert self._tape is not None and self.intrinsic is not None  # noqa: PT018
         bonus = self.intrinsic(self._tape.take())
         buffer = require_on_policy(self.model).rollout_buffer
         buffer.rewards += bonus.astype(np.float32)
