@@ -89,9 +89,6 @@ def plan(
     """A job for each data set and method, HMC's first; its replicates are the trials.
 
     With `tuning` they are other trials; `changes` are other settings for them, and the jobs are named after those.
-
-    Raises:
-        ValueError: For a data set with too few rows, changes without tuning, or of a setting that a method has not.
     """
     if changes and not tuning:
         raise ValueError("settings are chosen on trials that the table does not use: ask for tuning")

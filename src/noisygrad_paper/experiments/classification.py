@@ -92,9 +92,6 @@ def plan(
         bf16: Let the network compute in bfloat16; weights, statistics and factors stay in float32.
         validation: Measure on a tenth of the training images, held out, instead of the test images.
         changes: Other settings of the methods, by name; the jobs are named after them. For validation alone.
-
-    Raises:
-        ValueError: For changes without validation, of a setting that a method does not have, or to an impossible value.
     """
     if changes and not validation:
         raise ValueError("settings are chosen on images held out of the training part: ask for validation")

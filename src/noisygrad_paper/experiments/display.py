@@ -32,11 +32,7 @@ def cost_of(job: Job) -> float:
 class Display:
     """Keeps count, and says lines of text; the others also show how far the run is.
 
-    Args:
-        announce: Takes the lines of text; they go to the error stream by default.
-        total: Cells of the plan.
-        done: Those that are stored.
-        cost: Of all jobs that are left.
+    Of `total` cells `done` are stored. `cost` is that of the jobs left. Text goes to the error stream by default.
     """
 
     def __init__(self, announce: Announce | None, total: int, done: int, cost: float) -> None:

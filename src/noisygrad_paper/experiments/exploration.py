@@ -83,9 +83,6 @@ def plan(
         seed: The first one.
         tuning: With seeds that the figure does not use.
         changes: Other settings of the models, by name; the jobs are named after them. For tuning alone.
-
-    Raises:
-        ValueError: A name is unknown, a number is not positive, or there are changes without tuning.
     """
     if tuning and (seeds or 0) > _FIRST_SEED:
         raise ValueError(f"tuning has {_FIRST_SEED} seeds, since the figure has the next ones; got {seeds}")
@@ -157,15 +154,8 @@ def run_job(job: Job, report: Report) -> list[Cell]:
         for number in range(iterations):
             group.iterate()
             report((number + 1) / iterations, f"iteration {number + 1} of {iterations}")
-    seconds = (time.perf_counter() - start) / len(job.replicates)
-    return [
-        job.cell(_experiment(job), agent.replicate, agent.metrics(), seconds=seconds, device=device_name("cpu"))
-        for agent in group.agents
-    ]
-
-
-def _experiment(job: Job) -> str:
-    return TUNING if "tuning" in job.config else EXPERIMENT
+    experiment, figures = TUNING if "tuning" in job.config else EXPERIMENT, (agent.metrics() for agent in group.agents)
+    return job.cells(experiment, figures, seconds=time.perf_counter() - start, device=device_name("cpu"))
 
 
 class _Group:
@@ -179,10 +169,7 @@ class _Group:
             observations = len(TASKS[job.data].largest_observation)
             self.dynamics = Dynamics(observations, 1, _settings(job.config["model"]), seeds)
         self.pools: list[ReplayPool] = []
-        self.agents = [
-            _Agent(job, replicate, seed, self._bonus(job, index, seed))
-            for index, (replicate, seed) in enumerate(zip(job.replicates, seeds, strict=True))
-        ]
+        self.agents = [_Agent(job, seed, self._bonus(job, index, seed)) for index, seed in enumerate(seeds)]
 
     def _bonus(self, job: Job, index: int, seed: int) -> Bonus:
         config = job.config
@@ -210,8 +197,7 @@ class _Group:
 class _Agent:
     """One seed."""
 
-    def __init__(self, job: Job, replicate: int, seed: int, bonus: Bonus) -> None:
-        self.replicate = replicate
+    def __init__(self, job: Job, seed: int, bonus: Bonus) -> None:
         self.bonus = _Timed(bonus)
         self.seconds = dict.fromkeys(PARTS, 0.0)
         self._batch = job.config["batch"]

@@ -47,11 +47,7 @@ class Trial:
 
 
 def trial(table: DataTable, seed: int, pool: int = 0) -> Trial:
-    """The rows of a trial, of which the first `LABELLED` and the next `OTHERS` are taken in random order.
-
-    Raises:
-        ValueError: Where the table has too few rows for that and a pool of this many.
-    """
+    """The rows of a trial, of which the first `LABELLED` and the next `OTHERS` are taken in random order."""
     needed = LABELLED + OTHERS + pool
     if table.rows < needed:
         raise ValueError(

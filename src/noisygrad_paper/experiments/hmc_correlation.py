@@ -45,11 +45,7 @@ def plan(
     data_dir: str | Path | None = None,
     seed: int = 0,
 ) -> list[Job]:
-    """A job for each data set and method; its replicates are the trials.
-
-    Raises:
-        ValueError: For a data set with too few rows.
-    """
+    """A job for each data set and method; its replicates are the trials."""
     jobs = []
     for name in data:
         trial(load_table(name, data_dir), 0)
@@ -80,21 +76,15 @@ def run_job(
         mean, variance = fitted.moments(others)
         figures = {name: values.unflatten(0, (-1, repeats)) for name, values in fitted.diagnostics().items()}
     mean, variance = (part.cpu().unflatten(0, (-1, repeats)) for part in (mean, variance))
-    seconds = (time.perf_counter() - start) / len(job.replicates)
-    return [
-        job.cell(
-            EXPERIMENT,
-            number,
-            {
-                **{f"variance_{k}": _short(variance[index, k]) for k in range(repeats)},
-                **{f"mean_{k}": _short(mean[index, k]) for k in range(repeats)},
-                **{name: float(values[index].mean()) for name, values in figures.items()},
-            },
-            seconds=seconds,
-            device=device_name(device),
-        )
-        for index, number in enumerate(job.replicates)
-    ]
+    found = (
+        {
+            **{f"variance_{k}": _short(variance[index, k]) for k in range(repeats)},
+            **{f"mean_{k}": _short(mean[index, k]) for k in range(repeats)},
+            **{name: float(values[index].mean()) for name, values in figures.items()},
+        }
+        for index in range(len(job.replicates))
+    )
+    return job.cells(EXPERIMENT, found, seconds=time.perf_counter() - start, device=device_name(device))
 
 
 def _short(values: torch.Tensor) -> list[float]:

@@ -99,11 +99,7 @@ def schedule(optimizer: torch.optim.Optimizer, config: Config) -> torch.optim.lr
 
 
 def check_settings(method: str, config: Config) -> None:
-    """Refuse values that a training could not start with, by starting one on the smallest network there is.
-
-    Raises:
-        ValueError: In the words of whatever is given the value.
-    """
+    """Refuse values that a training could not start with, by starting one on the smallest network there is."""
     if config["test_samples"] < 1:
         raise ValueError("test_samples must be at least 1: a prediction needs a draw of the weights")
     if not all(isinstance(share, int | float) and 0 < share <= 1 for share in config["lr_drops"]):

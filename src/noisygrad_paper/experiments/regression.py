@@ -125,17 +125,10 @@ def run_job(
         data = standardised(table, [splits[replicate] for replicate in job.replicates], ones=job.config.get("ones", ()))
         learner, streams = fit(job, data, device, execution, report)
         metrics = measure(learner, data, streams, job.config["test_samples"])
-        seconds = (time.perf_counter() - start) / len(job.replicates)
-    return [
-        job.cell(
-            VALIDATION if validation else EXPERIMENT,
-            replicate,
-            {name: float(values[index]) for name, values in metrics.items()},
-            seconds=seconds,
-            device=device_name(device),
-        )
-        for index, replicate in enumerate(job.replicates)
-    ]
+        seconds = time.perf_counter() - start
+    figures = ({name: float(values[i]) for name, values in metrics.items()} for i in range(len(job.replicates)))
+    experiment = VALIDATION if validation else EXPERIMENT
+    return job.cells(experiment, figures, seconds=seconds, device=device_name(device))
 
 
 def fit(
@@ -145,7 +138,7 @@ def fit(
     config, epochs = job.config, job.config["epochs"]
     streams = ReplicaGenerators.of([config["seed"] * 1000 + replicate for replicate in job.replicates], device)
     learner = find_method(job.method.partition(" ")[0]).learner(config, data, streams.start, device)
-    x, y = (_tensor(array, learner) for array in (data.x_train, data.y_train))
+    x, y = (tensor_for(learner, array) for array in (data.x_train, data.y_train))
     every = max(1, epochs // 200)
 
     def on_epoch(epoch: int) -> None:
@@ -175,7 +168,7 @@ def annealing(epoch: int, *, epochs: int, factor: float | str) -> float:
 
 def measure(learner: Learner, data: Standardised, streams: ReplicaGenerators, samples: int) -> dict[str, Tensor]:
     """Figures of each replica, in the unit of the target: `[R]` by name."""
-    x, y, std = (_tensor(array, learner) for array in (data.x_test, data.y_test, data.y_std))
+    x, y, std = (tensor_for(learner, array) for array in (data.x_test, data.y_test, data.y_std))
     prediction = learner.predict(x, samples, streams.test)
     errors = (prediction.mean - y).squeeze(-1)
     found = {
@@ -195,7 +188,8 @@ def held_out(split: Split) -> Split:
     return train[:kept], train[kept:]
 
 
-def _tensor(array: np.ndarray[Any, Any], learner: Learner) -> Tensor:
+def tensor_for(learner: Learner, array: np.ndarray[Any, Any]) -> Tensor:
+    """The array as the learner computes, where it does."""
     return torch.from_numpy(array).to(device=learner.device, dtype=learner.dtype)
 
 
