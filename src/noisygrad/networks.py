@@ -105,12 +105,8 @@ class ReplicatedLinear(nn.Module):
             raise ValueError(f"got {len(generators)} generators for {count} replicas; give one per replica")
         weights = self.weight.detach().view(count, self.out_features, self.in_features)
         biases = None if self.bias is None else self.bias.detach().view(count, self.out_features)
-        for index in range(count):
-            _reset_linear(
-                weights[index],
-                None if biases is None else biases[index],
-                None if generators is None else generators[index],
-            )
+        for index, generator in enumerate(generators or [None] * count):
+            _reset_linear(weights[index], None if biases is None else biases[index], generator)
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs of every replica, `[*replicas, batch, out_features]`."""
@@ -194,10 +190,8 @@ class ReplicatedMLP(nn.Module):
     def load_replica_(self, index: int | tuple[int, ...], mlp: MLP) -> None:
         """Overwrite one replica in place with the weights of `mlp`, which must have the same layers."""
         position = self._position(index)
-        theirs = mlp.state_dict()
-        mine = {name: tensor[position] for name, tensor in self.state_dict().items()}
-        shapes = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
-        expected = {name: tuple(tensor.shape) for name, tensor in mine.items()}
+        theirs, mine = mlp.state_dict(), {name: tensor[position] for name, tensor in self.state_dict().items()}
+        shapes, expected = ({name: tuple(t.shape) for name, t in state.items()} for state in (theirs, mine))
         if shapes != expected:
             raise ValueError(f"got an MLP with parameters {shapes}; expected {expected}")
         for name, tensor in mine.items():
@@ -218,12 +212,8 @@ def _activation(name: str) -> type[nn.Module]:
 
 
 def _layer_sizes(inputs: int, hidden: Sequence[int], outputs: int) -> Iterator[tuple[int, int]]:
-    sizes = [
-        positive("inputs", inputs),
-        *(positive("each width in hidden", width) for width in hidden),
-        positive("outputs", outputs),
-    ]
-    return itertools.pairwise(sizes)
+    widths = (positive("each width in hidden", width) for width in hidden)
+    return itertools.pairwise([positive("inputs", inputs), *widths, positive("outputs", outputs)])
 
 
 def positive(name: str, value: int) -> int:

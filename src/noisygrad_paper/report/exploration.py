@@ -190,10 +190,7 @@ def sections(results: Path, page: ReportPage) -> None:
     page.section("Exploration")
     tasks, methods = _tasks(study), study.methods
     if not any(cell.error is None for cell in study.cells):
-        page.text(
-            f"There is no finished run in {EXPERIMENT}.jsonl among the results. Make it with: noisygrad reproduce "
-            "exploration"
-        )
+        page.absent(f"finished run in {EXPERIMENT}.jsonl", "exploration")
         add_failures(page, study, "seed")
         return
     page.text(
@@ -227,9 +224,7 @@ def sections(results: Path, page: ReportPage) -> None:
         ),
     )
     page.table(area_table(study, methods, tasks))
-    for table in (paired_table(study, tasks), error_table(study, methods, tasks)):
-        if table is not None:
-            page.table(table)
+    page.table(paired_table(study, tasks)).table(error_table(study, methods, tasks))
     page.table(time_table(study, methods, tasks))
     add_gaps(page, gaps(study, tasks))
     add_failures(page, study, "seed")

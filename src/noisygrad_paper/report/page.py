@@ -55,6 +55,10 @@ class ReportPage(Page):
 
     css: ClassVar[str] = CSS + _CSS
 
+    def absent(self, what: str, command: str) -> Self:
+        """Say what is not among the results, and how to make it."""
+        return self.text(f"There is no {what} among the results. Make it with: noisygrad reproduce {command}")
+
     def items(self, items: Iterable[str]) -> Self:
         """Add a list of sentences."""
         lines = "\n".join(f"<li>{html.escape(item)}</li>" for item in items)

@@ -114,13 +114,14 @@ def classification(
         for job in jobs:
             if job not in left:
                 forget(job)
-        failed = run_missing(name, jobs, partial(_together, train), results, "local", workers, None, on_stored=forget)
-        if checkpoints is None:
-            with suppress(OSError):  # where something is left in it
-                folder.rmdir()
-        _show_classification(results, name, data)
-    if failed:
-        raise typer.Exit(1)
+
+        def show() -> None:
+            if checkpoints is None:
+                with suppress(OSError):  # where something is left in it
+                    folder.rmdir()
+            _show_classification(results, name, data)
+
+        run_missing(name, jobs, partial(_together, train), results, "local", workers, None, on_stored=forget, show=show)
 
 
 def _together(train: Work, job: Job, report: Report) -> list[Cell]:

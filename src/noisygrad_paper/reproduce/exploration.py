@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -60,10 +61,8 @@ def exploration(
             names, asked, seeds=seeds, iterations=iterations, seed=seed, tuning=tuning, changes=changes
         )
         kept = TUNING if tuning else EXPERIMENT
-        failed = run_missing(kept, jobs, experiment.run_job, results, backend, workers, scheduler)
-        _show(results, kept, names, list(dict.fromkeys(job.method for job in jobs)))
-    if failed:
-        raise typer.Exit(1)
+        show = partial(_show, results, kept, names, list(dict.fromkeys(job.method for job in jobs)))
+        run_missing(kept, jobs, experiment.run_job, results, backend, workers, scheduler, show=show)
 
 
 def _show(results: Path, experiment: str, tasks: Sequence[str], methods: Sequence[str]) -> None:

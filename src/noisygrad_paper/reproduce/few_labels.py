@@ -63,10 +63,8 @@ def hmc_correlation(
             names, asked, trials=trials or experiment.TRIALS, epochs=epochs, data_dir=where, seed=seed
         )
         work = partial(experiment.run_job, data_dir=where, device=device)
-        failed = run_missing(experiment.EXPERIMENT, jobs, work, results, backend, workers, scheduler)
-        _show_correlation(results, names, asked)
-    if failed:
-        raise typer.Exit(1)
+        show = partial(_show_correlation, results, names, asked)
+        run_missing(experiment.EXPERIMENT, jobs, work, results, backend, workers, scheduler, show=show)
 
 
 def active_learning(
@@ -106,10 +104,8 @@ def active_learning(
         )
         work = partial(experiment.run_job, data_dir=where, device=device)
         kept = experiment.TUNING if tuning else experiment.EXPERIMENT
-        failed = run_missing(kept, jobs, work, results, backend, workers, scheduler)
-        _show_active(results, kept, names, list(dict.fromkeys(job.method for job in jobs)))
-    if failed:
-        raise typer.Exit(1)
+        show = partial(_show_active, results, kept, names, list(dict.fromkeys(job.method for job in jobs)))
+        run_missing(kept, jobs, work, results, backend, workers, scheduler, show=show)
 
 
 def _checked(device: str, backend: str, scheduler: str | None, methods: Sequence[str], data_dir: Path | None) -> str:

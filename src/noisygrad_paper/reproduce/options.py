@@ -63,9 +63,14 @@ def run_missing(
     backend: Literal["local", "joblib", "dask"],
     workers: int,
     scheduler: str | None,
+    *,
     on_stored: Callable[[Job], None] = lambda job: None,
-) -> int:
-    """Run what is missing, and tell `on_stored` of each job; returns how many cells came out without figures."""
+    show: Callable[[], None] | None = None,
+) -> None:
+    """Run what is missing, and tell `on_stored` of each job; then `show` it, and exit with 1 if cells have no figures.
+
+    Without `show`, a cell without figures is a finding like others.
+    """
     from noisygrad_paper.experiments.cells import Results
     from noisygrad_paper.experiments.runner import JobsFailed, run_jobs
 
@@ -90,7 +95,10 @@ def run_missing(
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    return sum(cell.error is not None for cell in cells)
+    if show is not None:
+        show()
+        if any(cell.error is not None for cell in cells):
+            raise typer.Exit(1)
 
 
 @contextmanager

@@ -84,10 +84,8 @@ def regression(
             raise ValueError(f"{', '.join(asked)} on {', '.join(names)} would be too large: it is for small sets")
         work = partial(experiment.run_job, data_dir=where, csv=table, device=device)
         name = experiment.VALIDATION if validation else experiment.EXPERIMENT
-        failed = run_missing(name, jobs, work, results, backend, workers, scheduler)
-        _show_regression(results, name, names, list(dict.fromkeys(job.method for job in jobs)))
-    if failed:
-        raise typer.Exit(1)
+        show = partial(_show_regression, results, name, names, list(dict.fromkeys(job.method for job in jobs)))
+        run_missing(name, jobs, work, results, backend, workers, scheduler, show=show)
 
 
 def _show_regression(results: Path, experiment: str, data: Sequence[str], methods: Sequence[str]) -> None:
