@@ -27,16 +27,8 @@ from noisygrad.optim.draw import BETWEEN_RANKS
 from noisygrad.training.history import EpochRecord, History
 from noisygrad.training.loop import train
 from noisygrad_paper.data.images import Images, load_images, load_out_of_distribution, subset
+from noisygrad_paper.experiments import calibration
 from noisygrad_paper.experiments.augmentation import random_crop
-from noisygrad_paper.experiments.calibration import (
-    accuracy_of,
-    by_draws,
-    measured,
-    nll_of_draws,
-    out_of_distribution,
-    under_corruption,
-    with_own_norm,
-)
 from noisygrad_paper.experiments.cells import Cell, Job
 from noisygrad_paper.experiments.changes import check_changes, named_after
 from noisygrad_paper.experiments.configurations import BF16, CONFIGURATIONS, LEARNED_NORM, full_name, has
@@ -322,7 +314,7 @@ class Learning:
 
     def test_accuracy(self) -> float:
         """Of the network of mean weights, in per cent."""
-        return accuracy_of(self.network, self.x_test, self.y_test, self.normalise)
+        return calibration.accuracy_of(self.network, self.x_test, self.y_test, self.normalise)
 
     def figures(
         self, history: History, others: NDArray[np.uint8] | None, say: Callable[[str], None]
@@ -330,7 +322,7 @@ class Learning:
         """Everything a cell keeps; `say` is told what is under way."""
         posterior, samples = self.trainer.posterior(), self.config["test_samples"]
         say("test images")
-        found = measured(posterior, self.x_test, self.y_test, self.normalise, samples)
+        found = calibration.measured(posterior, self.x_test, self.y_test, self.normalise, samples)
         found["train_loss"] = list(history.loss)
         for name in ("loss_median", "loss_largest"):
             found[f"train_{name}"] = [each[name] for each in history.metrics]
@@ -339,18 +331,18 @@ class Learning:
         found["step_ms"] = 1e3 * sum(history.seconds) / (history.epochs * (len(self.x_train) // self.batch_size))
         if samples > 1 and self.data == "cifar10":
             say("many draws")
-            found |= by_draws(posterior, self.x_test, self.y_test, self.normalise)
+            found |= calibration.by_draws(posterior, self.x_test, self.y_test, self.normalise)
             some = self.x_train[:_SOME], self.y_train[:_SOME]
-            found["train_nll_of_draws"] = nll_of_draws(posterior, *some, self.normalise, samples)
+            found["train_nll_of_draws"] = calibration.nll_of_draws(posterior, *some, self.normalise, samples)
         if samples > 1 and self.config["batch_norm"]:
             seen = self.x_train[:_SOME]
-            found |= with_own_norm(posterior, self.x_test, self.y_test, self.normalise, samples, seen)
+            found |= calibration.with_own_norm(posterior, self.x_test, self.y_test, self.normalise, samples, seen)
         if others is not None:
             say("out-of-distribution images")
             unknown = torch.from_numpy(others).to(self.device)
-            found |= out_of_distribution(posterior, self.x_test, unknown, self.normalise, samples)
+            found |= calibration.out_of_distribution(posterior, self.x_test, unknown, self.normalise, samples)
         if self.data in ("cifar10", "digits"):
-            found |= under_corruption(posterior, self.x_test, self.y_test, self.normalise, samples, say=say)
+            found |= calibration.under_corruption(posterior, self.x_test, self.y_test, self.normalise, samples, say=say)
         return found
 
 

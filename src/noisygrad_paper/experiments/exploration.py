@@ -33,21 +33,10 @@ from noisygrad.kernels.threads import one_thread
 from noisygrad.replicas.noisy import NoisySettings
 from noisygrad_paper.baselines.bbb import BBBSettings
 from noisygrad_paper.environments import TASKS
+from noisygrad_paper.experiments import exploration_conditions as conditions
 from noisygrad_paper.experiments.cells import Cell, Job
 from noisygrad_paper.experiments.changes import check_changes, named_after
 from noisygrad_paper.experiments.devices import device_name
-from noisygrad_paper.experiments.exploration_conditions import (
-    ALONE,
-    BLOCKWISE,
-    EXPERIMENT,
-    ITERATIONS,
-    METHODS,
-    MORE_METHODS,
-    NORM,
-    PARTS,
-    TUNING,
-    usual_seeds,
-)
 from noisygrad_paper.exploration import MODELS, NoBonus, SquaredNorm, paper_trpo
 
 _TOGETHER = 10
@@ -56,7 +45,7 @@ _BATCH = 5000
 _FIRST_SEED = 100
 """Those before were used to choose the settings of the models."""
 # Seconds of an iteration, for the estimate of the time left.
-_COST = {ALONE: 0.25, NORM: 0.26}
+_COST = {conditions.ALONE: 0.25, conditions.NORM: 0.26}
 _MODEL_COST = 0.45
 
 Config = dict[str, Any]
@@ -93,13 +82,13 @@ def plan(
             raise ValueError(f"{name} must be at least 1; got {value}")
     jobs = []
     for task in tasks:
-        if task not in ITERATIONS:
-            raise ValueError(f"there is no task {task!r}; there are {', '.join(ITERATIONS)}")
+        if task not in conditions.ITERATIONS:
+            raise ValueError(f"there is no task {task!r}; there are {', '.join(conditions.ITERATIONS)}")
         for method in methods:
             config = _config(method, changes or {})
-            config |= {"iterations": iterations or ITERATIONS[task], "batch": _BATCH, "seed": seed}
+            config |= {"iterations": iterations or conditions.ITERATIONS[task], "batch": _BATCH, "seed": seed}
             config |= {"tuning": True} if tuning else {}
-            count = seeds or usual_seeds(task, method)
+            count = seeds or conditions.usual_seeds(task, method)
             cost = config["iterations"] * _COST.get(method, _MODEL_COST)
             name = named_after(method, changes or {})
             jobs += [
@@ -116,14 +105,15 @@ def _groups(numbers: range) -> Iterator[range]:
 
 def _config(method: str, changes: Config | None = None) -> Config:
     """The settings of a condition: `{}` for TRPO alone; `changes` may name those of the bonus, the model or its fit."""
-    if method not in (*METHODS, *MORE_METHODS):
-        raise ValueError(f"there is no condition {method!r}; there are {', '.join((*METHODS, *MORE_METHODS))}")
+    known = (*conditions.METHODS, *conditions.MORE_METHODS)
+    if method not in known:
+        raise ValueError(f"there is no condition {method!r}; there are {', '.join(known)}")
     config: Config = {}
-    if method != ALONE:
+    if method != conditions.ALONE:
         config |= {"weight": 1e-4, "window": 10, "capacity": 100_000, "minimum": 500}
-    if method not in (ALONE, NORM):
-        covariance = "blockwise" if method.endswith(BLOCKWISE) else "exact"
-        model = asdict(MODELS[method.removeprefix("TRPO+").removesuffix(BLOCKWISE)])
+    if method not in (conditions.ALONE, conditions.NORM):
+        covariance = "blockwise" if method.endswith(conditions.BLOCKWISE) else "exact"
+        model = asdict(MODELS[method.removeprefix("TRPO+").removesuffix(conditions.BLOCKWISE)])
         config |= {"model": model, "samples": 10, "covariance": covariance}
     groups = [config, *([config["model"], config["model"]["fit"]] if "model" in config else [])]
     # Where two have a setting of one name, the outer one is meant.
@@ -154,7 +144,8 @@ def run_job(job: Job, report: Report) -> list[Cell]:
         for number in range(iterations):
             group.iterate()
             report((number + 1) / iterations, f"iteration {number + 1} of {iterations}")
-    experiment, figures = TUNING if "tuning" in job.config else EXPERIMENT, (agent.metrics() for agent in group.agents)
+    experiment = conditions.TUNING if "tuning" in job.config else conditions.EXPERIMENT
+    figures = (agent.metrics() for agent in group.agents)
     return job.cells(experiment, figures, seconds=time.perf_counter() - start, device=device_name("cpu"))
 
 
@@ -169,7 +160,10 @@ class _Group:
             observations = len(TASKS[job.data].largest_observation)
             self.dynamics = Dynamics(observations, 1, _settings(job.config["model"]), seeds)
         self.pools: list[ReplayPool] = []
-        self.agents = [_Agent(job, seed, self._bonus(job, index, seed)) for index, seed in enumerate(seeds)]
+        self.agents = [
+            _Agent(job, replicate, seed, self._bonus(job, index, seed))
+            for index, (replicate, seed) in enumerate(zip(job.replicates, seeds, strict=True))
+        ]
 
     def _bonus(self, job: Job, index: int, seed: int) -> Bonus:
         config = job.config
@@ -197,9 +191,10 @@ class _Group:
 class _Agent:
     """One seed."""
 
-    def __init__(self, job: Job, seed: int, bonus: Bonus) -> None:
+    def __init__(self, job: Job, replicate: int, seed: int, bonus: Bonus) -> None:
+        self.replicate = replicate
         self.bonus = _Timed(bonus)
-        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.seconds = dict.fromkeys(conditions.PARTS, 0.0)
         self._batch = job.config["batch"]
         self._random = _Randomness()
         options = {name: job.config[name] for name in ("weight", "window") if name in job.config}
