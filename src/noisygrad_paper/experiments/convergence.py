@@ -206,21 +206,3 @@ def _train(
             on_epoch=on_epoch,
         )
     return iterations, torch.stack(found, dim=1).tolist()
-
-
-__all__ = [
-    "CHANGES",
-    "DATA",
-    "EXPERIMENT",
-    "ITERATIONS",
-    "RATES",
-    "REPLICATES",
-    "TUNING",
-    "TUNING_REPLICATES",
-    "Rates",
-    "plan",
-    "run_job",
-    "run_tuning",
-    "tuned_rates",
-    "tuning_plan",
-]

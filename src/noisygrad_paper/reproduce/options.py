@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from noisygrad.cli import output
 from noisygrad_paper.extras import INSTALL
 
 if TYPE_CHECKING:
@@ -104,9 +104,8 @@ def run_missing(
 @contextmanager
 def bar(total: int) -> Iterator[Callable[[int, str], None]]:
     """A bar on the error stream, where that is a terminal; gives what moves it, by how much is done and a word."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description:<24}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    description = TextColumn("{task.description:<24}")
+    progress = output.bar(description, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     task = progress.add_task("", total=total)
     try:
         with progress:
