@@ -26,12 +26,9 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 
 class MLP(nn.Module):
-    """Fully connected layers with one activation between each two of them.
+    """Fully connected layers with one activation between each two of them; without `hidden` layers a linear model.
 
     Args:
-        inputs: Number of input features.
-        hidden: Widths of the hidden layers; empty for a linear model.
-        outputs: Number of outputs.
         activation: "elu", "gelu", "relu", "sigmoid", "silu", "softplus" or "tanh".
         generator: Source of the initial weights; the global one by default.
 
@@ -69,10 +66,7 @@ class ReplicatedLinear(nn.Module):
     """Independent linear layers of the same size, one per replica, computed as one batched product.
 
     Args:
-        replicas: Leading dimensions of weight and bias, for instance `(20,)`.
-        in_features: Size of each input.
-        out_features: Size of each output.
-        bias: Whether a bias is added.
+        replicas: Leading dimensions of weight and bias, for instance `(20,)`; the others are as of `nn.Linear`.
         generators: One source of initial weights per replica, in row-major order. A replica then starts as a lone
             layer would from the same generator. By default all draw from the global one.
 
@@ -139,14 +133,11 @@ class ReplicatedLinear(nn.Module):
 class ReplicatedMLP(nn.Module):
     """Independent MLPs of the same shape, one per replica.
 
-    Parameters have the names of those of an `MLP`, with the replica dimensions in front of their shapes.
+    Parameters have the names of those of an `MLP`, with the replica dimensions in front of their shapes. Arguments that
+    are not here are as of an `MLP`.
 
     Args:
         replicas: Leading dimensions of every parameter, for instance `(20,)`.
-        inputs: Number of input features.
-        hidden: Widths of the hidden layers; empty for linear models.
-        outputs: Number of outputs.
-        activation: As for `MLP`.
         generators: One source of initial weights per replica, in row-major order; replica i then starts as
             `MLP(..., generator=generators[i])` would.
 

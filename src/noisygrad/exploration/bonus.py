@@ -33,14 +33,8 @@ class Bonus(ABC):
 class IntrinsicReward:
     """weight · bonus / typical bonus, where the typical one is the mean over the last rollouts of their medians.
 
-    So constant factors of a bonus do not matter. The rollout at hand counts among the last. Bonuses above `largest` are
-    cut to it before.
-
-    Args:
-        bonus: What is remarkable.
-        weight: η, of a typical bonus beside the task's reward.
-        window: How many rollouts "the last" are.
-        largest: The largest bonus that is believed.
+    So constant factors of a bonus do not matter. The last `window` rollouts count, that at hand among them. Bonuses
+    above `largest` are cut to it before. `weight` is η, of a typical bonus beside the task's reward.
     """
 
     def __init__(self, bonus: Bonus, *, weight: float = 1e-4, window: int = 10, largest: float = 1000.0) -> None:

@@ -28,12 +28,10 @@ class GainBonus(Bonus):
     its pool, and the caller trains all of them at once with `dynamics.train`.
 
     Args:
-        dynamics: The models.
-        replica: Which of them is meant.
+        dynamics: The models, of which number `replica` is meant.
         pool: What it learns from; one of the paper's sizes by default.
         train_every: So many new transitions make a training worth while; None where the caller trains.
-        num_samples: Draws of the weights for the gain.
-        covariance: "exact", or "blockwise" as in the paper.
+        num_samples: Draws of the weights; with `covariance`, as of `Dynamics.gain`.
     """
 
     def __init__(
@@ -92,8 +90,7 @@ class InformationGain(BaseCallback):
         capacity: Transitions that the model may learn from; the oldest are forgotten.
         minimum: Transitions that there must be before it learns at all.
         train_every: New transitions after which it learns again.
-        num_samples: Draws of the weights for the gain.
-        covariance: "exact", or "blockwise" as in the paper.
+        num_samples: Draws of the weights for the gain; with `covariance`, as of `Dynamics.gain`.
         seed: Of the model; by default that of the algorithm.
 
     Raises:

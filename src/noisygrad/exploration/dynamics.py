@@ -97,8 +97,7 @@ class Dynamics:
     """R models of the dynamics, each learning from a pool of its own.
 
     Args:
-        observations: The number of entries of an observation.
-        actions: Of an action.
+        observations: The number of entries of an observation; `actions` is that of an action.
         settings: Of all models; ValueError where their posterior's information gain has no closed form.
         seeds: One for each model: of its initial weights and all its draws. A model is the same whatever others there
             are.
@@ -106,10 +105,8 @@ class Dynamics:
 
     def __init__(self, observations: int, actions: int, settings: DynamicsSettings, seeds: Sequence[int]) -> None:
         if observations < 1 or actions < 1 or not seeds:
-            raise ValueError(
-                "a model needs at least one observation, one action and one seed; "
-                f"got {observations}, {actions} and {list(seeds)}"
-            )
+            given = f"{observations}, {actions} and {list(seeds)}"
+            raise ValueError(f"a model needs at least one observation, one action and one seed; got {given}")
         self.settings = settings
         self.network = Perceptrons((observations + actions, *settings.hidden, observations))
         self._streams = ReplicaGenerators.of(seeds)

@@ -33,10 +33,7 @@ class Scale:
 class ReplayPool:
     """The last `capacity` transitions, each with the observation that truly followed: none spans two episodes.
 
-    Args:
-        capacity: How many are kept; the oldest make room for new ones.
-        minimum: How many there must be before one may learn from them.
-        seed: Of the batches that `sample` draws.
+    There must be a `minimum` of them before one may learn; `seed` is that of the batches that `sample` draws.
     """
 
     def __init__(self, capacity: int = 100_000, minimum: int = 500, seed: int | None = None) -> None:

@@ -105,7 +105,8 @@ def _compared(study: Study, rows: list[str], metric: Metric, caption: str) -> Co
 
 
 def _entry(study: Study, method: str, metric: Metric) -> Entry:
-    found, count = entry(study, method, _DATA, metric, None, digits=2), len(study.values(method, _DATA, metric))
+    count = len(study.values(method, _DATA, metric))
+    found = entry(study, method, _DATA, metric, count, digits=2)
     notes = [f"{count} seeds"] * (count > 1) + [found.note] * bool(found.note)
     return replace(found, note=", ".join(notes))
 
@@ -113,7 +114,7 @@ def _entry(study: Study, method: str, metric: Metric) -> Entry:
 def _table_2(page: ReportPage, study: Study) -> None:
     page.section("Classification: Table 2")
     if _DATA not in study.data:
-        page.absent("cell of CIFAR-10", "classification")
+        page.absent("cells of CIFAR-10", "classification")
         return
     known = standings(study)
     verdicts = [standing.verdict for standing in known if standing.verdict is not None]

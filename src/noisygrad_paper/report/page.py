@@ -56,8 +56,9 @@ class ReportPage(Page):
     css: ClassVar[str] = CSS + _CSS
 
     def absent(self, what: str, command: str) -> Self:
-        """Say what is not among the results, and how to make it."""
-        return self.text(f"There is no {what} among the results. Make it with: noisygrad reproduce {command}")
+        """Say what is not among the results, a file or several things, and how to make it."""
+        there, it = ("is no", "it") if "." in what else ("are no", "them")
+        return self.text(f"There {there} {what} among the results. Make {it} with: noisygrad reproduce {command}")
 
     def items(self, items: Iterable[str]) -> Self:
         """Add a list of sentences."""
