@@ -126,14 +126,11 @@ class _NoisyEstimator(BaseEstimator):  # type: ignore[misc]
             network,
             likelihood,
             num_data=len(x),
-            kl_weight=self.kl_weight,
-            prior_variance=self.prior_variance,
-            damping=self.damping,
             mc_samples=int(self.mc_samples),
-            noise=self.noise,
             fisher="exact" if outputs == 1 else "sampled",  # one output: exact costs no more
             seed=seeds[1],
             **plan.settings,
+            **{name: getattr(self, name) for name in ("kl_weight", "prior_variance", "damping", "noise")},
         )
         steps = plan.epochs * math.ceil(len(x) / plan.batch_size)
         with one_thread(plan.small):

@@ -45,7 +45,6 @@ class LearnerSettings(Protocol):
         self, network: Perceptrons, likelihood: Gaussian, *, num_data: int, generators: Sequence[torch.Generator]
     ) -> VariationalLearner:
         """What is trained with these settings, one replica for each generator."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
