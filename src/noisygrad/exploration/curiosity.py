@@ -120,7 +120,7 @@ class InformationGain(BaseCallback):
         self._options["covariance"] = covariance
         self._sizes, self._weight, self._seed = (capacity, minimum), weight, seed
         self._made_for: tuple[int, int] | None = None
-        self._tape: Tape | None = None
+        self._tape = Tape(0)  # of no environment yet
         # Mistakes in the settings should show now, and not when learning begins.
         IntrinsicReward(self._bonus(1, 1, 0), weight=weight)
 
@@ -156,22 +156,20 @@ class InformationGain(BaseCallback):
     def _on_training_start(self) -> None:
         observations = cast(NDArray[np.float32], self.model._last_obs)
         # Where learning goes on, episodes go on, and the tape has seen where they are.
-        if self._tape is None or self._tape.observations is not observations:
+        if self._tape.observations is not observations:
             self._tape = Tape(self.training_env.num_envs)
             self._tape.begin(observations)
 
     def _on_rollout_start(self) -> None:
-        assert self._tape is not None
         self._tape.discard()
 
     def _on_step(self) -> bool:
-        assert self._tape is not None
         step = self.locals
         self._tape.add(step["clipped_actions"], step["new_obs"], step["rewards"], step["dones"], step["infos"])
         return True
 
     def _on_rollout_end(self) -> None:
-        assert self._tape is not None and self.intrinsic is not None  # noqa: PT018
+        assert self.intrinsic is not None
         bonus = self.intrinsic(self._tape.take())
         buffer = require_on_policy(self.model).rollout_buffer
         buffer.rewards += bonus.astype(np.float32)

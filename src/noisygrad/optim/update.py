@@ -70,12 +70,11 @@ class DeviceScalars:
                 mine["lr"].copy_(group["lr"])
             else:
                 self._send(f"lr {index}", mine["lr"], group["lr"])
-        if clip is not None and self.clip is None:
-            self.clip = self._like.new_zeros(())
-            self._known.pop("clip", None)
         if clip is None:
             self.clip = None
-        elif self.clip is not None:
+            self._known.pop("clip", None)
+        else:
+            self.clip = self._like.new_zeros(()) if self.clip is None else self.clip
             self._send("clip", self.clip, clip)
         self._send("rate", self.rate, rate)
 

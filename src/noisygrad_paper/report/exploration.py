@@ -22,6 +22,7 @@ from noisygrad_paper.report.study import Study
 
 Array = NDArray[np.float64]
 
+_WHICH = (Column(key="task", header="task"), Column(key="method", header="condition"))
 _LAST = 10
 """Iterations whose prediction errors stand for the end."""
 
@@ -134,8 +135,7 @@ def error_table(study: Study, methods: Sequence[str], tasks: Sequence[str]) -> T
     if not rows:
         return None
     columns = (
-        Column(key="task", header="task"),
-        Column(key="method", header="condition"),
+        *_WHICH,
         Column(key="model", header="model", digits=4),
         Column(key="persistence", header="persistence", digits=4),
         Column(key="ratio", header="ratio", digits=2),
@@ -158,8 +158,7 @@ def time_table(study: Study, methods: Sequence[str], tasks: Sequence[str]) -> Ta
                 parts = {part: _mean(cells, f"seconds_{part}") for part in conditions.PARTS}
                 rows.append({"task": task, "method": method, **parts, "all": sum(parts.values())})
     columns = (
-        Column(key="task", header="task"),
-        Column(key="method", header="condition"),
+        *_WHICH,
         *(Column(key=part, header=part, unit="s", digits=3) for part in (*conditions.PARTS, "all")),
     )
     return Table(
