@@ -102,10 +102,7 @@ def predictive_intervals(
         order = np.argsort(mean, kind="stable")
         rank, colour = np.arange(mean.size), colour_of(name or "kronecker", index)
         low, high = _interval(prediction, outer)
-        for level, shade, (bottom, top) in (
-            (outer, 0.22, (low, high)),
-            (inner, 0.38, _interval(prediction, inner)),
-        ):
+        for level, shade, (bottom, top) in ((outer, 0.22, (low, high)), (inner, 0.38, _interval(prediction, inner))):
             axes.fill_between(
                 rank, bottom[order], top[order], step="mid", color=colour, alpha=shade, lw=0, label=_percent(level)
             )

@@ -55,8 +55,7 @@ def options(
 @main.command()
 def demo(
     output: Annotated[
-        Path,
-        typer.Option("--output", "-o", metavar="PATH", callback=writable_file, help="Where to write the page."),
+        Path, typer.Option("--output", "-o", metavar="PATH", callback=writable_file, help="Where to write the page.")
     ] = Path("noisygrad-demo.html"),
     seed: Annotated[
         int,

@@ -247,12 +247,7 @@ def _noisy_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> Step:
 
 
 def _batches(
-    data: Data,
-    batch_size: int | None,
-    replicas: Sequence[int],
-    shuffle: bool,
-    drop_last: bool,
-    device: torch.device,
+    data: Data, batch_size: int | None, replicas: Sequence[int], shuffle: bool, drop_last: bool, device: torch.device
 ) -> TensorBatches | LoaderBatches:
     if isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
         x, y = data

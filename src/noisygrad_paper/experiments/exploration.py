@@ -20,15 +20,7 @@ import torch
 from numpy.typing import NDArray
 from stable_baselines3.common.callbacks import BaseCallback
 
-from noisygrad.exploration import (
-    Bonus,
-    Dynamics,
-    DynamicsSettings,
-    GainBonus,
-    IntrinsicReward,
-    ReplayPool,
-    Transitions,
-)
+from noisygrad.exploration import Bonus, Dynamics, DynamicsSettings, GainBonus, IntrinsicReward, ReplayPool, Transitions
 from noisygrad.kernels.threads import one_thread
 from noisygrad.replicas.noisy import NoisySettings
 from noisygrad_paper.baselines.bbb import BBBSettings

@@ -73,10 +73,7 @@ def paired(study: Study, first: str, second: str, task: str) -> Paired | None:
     # Seeds that tie say nothing; where all do, there is nothing to test.
     p_value = float(stats.wilcoxon(differences).pvalue) if differences.any() else 1.0
     return Paired(
-        seeds=len(common),
-        wins=int((differences > 0).sum()),
-        difference=float(np.median(differences)),
-        p_value=p_value,
+        seeds=len(common), wins=int((differences > 0).sum()), difference=float(np.median(differences)), p_value=p_value
     )
 
 
@@ -157,10 +154,7 @@ def time_table(study: Study, methods: Sequence[str], tasks: Sequence[str]) -> Ta
             if cells:
                 parts = {part: _mean(cells, f"seconds_{part}") for part in conditions.PARTS}
                 rows.append({"task": task, "method": method, **parts, "all": sum(parts.values())})
-    columns = (
-        *_WHICH,
-        *(Column(key=part, header=part, unit="s", digits=3) for part in (*conditions.PARTS, "all")),
-    )
+    columns = (*_WHICH, *(Column(key=part, header=part, unit="s", digits=3) for part in (*conditions.PARTS, "all")))
     return Table(
         columns=columns,
         rows=rows,
@@ -183,7 +177,7 @@ def sections(results: Path, page: ReportPage) -> None:
         "norm of what is observed), and with the information gain of a Bayesian network that learns the dynamics, "
         "fitted by Bayes by Backprop (BBB) or by noisy natural gradient (NNG, with a matrix-variate or a diagonal "
         "posterior: MVG, FFG). An iteration is 5000 actions and one step of the policy; returns are sums of the task's "
-        "own reward over an episode, without the bonus.",
+        "own reward over an episode, without the bonus."
     )
     if any(conditions.RELEASED in method for method in methods):
         page.text(

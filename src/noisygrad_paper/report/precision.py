@@ -52,8 +52,7 @@ def sections(results: Path, page: ReportPage) -> None:
     settings = results / "precision-matrices.json"
     if settings.is_file():
         page.folded_pairs(
-            flattened(json.loads(settings.read_text(encoding="utf-8"))),
-            caption="How the precision matrices were made",
+            flattened(json.loads(settings.read_text(encoding="utf-8"))), caption="How the precision matrices were made"
         )
 
 

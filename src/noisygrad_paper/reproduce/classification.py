@@ -38,8 +38,7 @@ def classification(
         bool, typer.Option("--learned-norm", help="Learn scales and shifts of batch norm, unlike the paper.")
     ] = False,
     bf16: Annotated[
-        bool,
-        typer.Option("--bf16", help="Train the network in bfloat16; the posterior stays in float32."),
+        bool, typer.Option("--bf16", help="Train the network in bfloat16; the posterior stays in float32.")
     ] = False,
     checkpoints: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Of trainings at work; a folder beside the results else.")
