@@ -13,7 +13,7 @@ import numbers
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -25,6 +25,8 @@ from noisygrad_paper.experiments.locked_files import BINARY, locked, write_all
 Key: TypeAlias = tuple[str, str, int]
 """What a cell is known by within its experiment: data, method, replicate."""
 Metric: TypeAlias = float | list[float]
+Report: TypeAlias = Callable[[float, str], None]
+"""Called by a job at work: the fraction of it that is done, and a word on what it does."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 

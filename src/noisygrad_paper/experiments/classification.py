@@ -29,7 +29,7 @@ from noisygrad.training.loop import train
 from noisygrad_paper.data.images import Images, load_images, load_out_of_distribution, subset
 from noisygrad_paper.experiments import calibration
 from noisygrad_paper.experiments.augmentation import random_crop
-from noisygrad_paper.experiments.cells import Cell, Job
+from noisygrad_paper.experiments.cells import Cell, Job, Report
 from noisygrad_paper.experiments.changes import check_changes, named_after
 from noisygrad_paper.experiments.configurations import BF16, CONFIGURATIONS, LEARNED_NORM, full_name, has
 from noisygrad_paper.experiments.devices import device_name
@@ -54,8 +54,6 @@ _HELD_OUT = 0.1
 _SOME = 1000
 """So many training images say how well each draw of the weights fits them, and what its batch statistics are."""
 DATA = ("cifar10", "mnist", "digits")
-
-Report = Callable[[float, str], None]
 
 
 def plan(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -26,7 +26,7 @@ from noisygrad.replicas.noisy import NoisySettings
 from noisygrad_paper.baselines.bbb import BBBSettings
 from noisygrad_paper.environments import TASKS
 from noisygrad_paper.experiments import exploration_conditions as conditions
-from noisygrad_paper.experiments.cells import Cell, Job
+from noisygrad_paper.experiments.cells import Cell, Job, Report
 from noisygrad_paper.experiments.changes import check_changes, named_after
 from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.exploration import MODELS, NoBonus, SquaredNorm, paper_trpo
@@ -41,7 +41,6 @@ _COST = {conditions.ALONE: 0.25, conditions.NORM: 0.26}
 _MODEL_COST = 0.45
 
 Config = dict[str, Any]
-Report = Callable[[float, str], None]
 
 
 def plan(

@@ -7,7 +7,7 @@ so each method is computed by itself; correlations with HMC are taken when they 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from noisygrad.kernels.threads import one_thread
 from noisygrad.replicas.engine import Execution
 from noisygrad_paper.data import load_table, standardised
-from noisygrad_paper.experiments.cells import Cell, Job
+from noisygrad_paper.experiments.cells import Cell, Job, Report
 from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.few_labels import DATA, METHODS, FewPoints, trial
 
@@ -30,7 +30,6 @@ _SAMPLES = 10_000
 _ONCE = ("HMC", "ridge")
 _DIGITS = 6
 
-Report = Callable[[float, str], None]
 TRUTH = "HMC"
 
 __all__ = ["DATA", "EXPERIMENT", "TRIALS", "compare", "plan", "run_job"]

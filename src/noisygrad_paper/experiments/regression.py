@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from noisygrad.replicas.engine import Execution, ReplicaGenerators, train_replic
 from noisygrad.replicas.learner import Learner
 from noisygrad_paper.data import DataTable, Split, Standardised, load_table, splits_of, standard_splits, standardised
 from noisygrad_paper.data.own_csv import read_csv_table
-from noisygrad_paper.experiments.cells import Cell, Job
+from noisygrad_paper.experiments.cells import Cell, Job, Report
 from noisygrad_paper.experiments.changes import check_changes, named_after
 from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.methods import Problem, find_method
@@ -42,8 +42,6 @@ _LARGE = 3000
 _WIDE = ("protein", "year")
 OWN_SPLITS = 20
 _HELD_OUT = 0.2
-
-Report = Callable[[float, str], None]
 
 
 def plan(

@@ -20,12 +20,10 @@ from typing import Any, Literal, TypeAlias
 import joblib
 
 from noisygrad.kernels.threads import one_thread
-from noisygrad_paper.experiments.cells import Cell, Job, Results
+from noisygrad_paper.experiments.cells import Cell, Job, Report, Results
 from noisygrad_paper.experiments.display import Announce, Display, cost_of, shown
 from noisygrad_paper.experiments.notes import ProgressFile, notes_read
 
-Report: TypeAlias = Callable[[float, str], None]
-"""Called by a job at work: the fraction of it that is done, and a word on what it does."""
 Work: TypeAlias = Callable[[Job, Report], list[Cell]]
 """Computes the cells of a job, one per replicate; at the top of a module, so that other processes can import it."""
 Backend: TypeAlias = Literal["local", "joblib", "dask"]

@@ -15,8 +15,8 @@ from rich.console import Console
 from noisygrad_paper.reproduce import options
 
 if TYPE_CHECKING:
-    from noisygrad_paper.experiments.cells import Cell, Job
-    from noisygrad_paper.experiments.runner import Report, Work
+    from noisygrad_paper.experiments.cells import Cell, Job, Report
+    from noisygrad_paper.experiments.runner import Work
 
 
 def classification(
