@@ -71,17 +71,9 @@ def plan(
 ) -> list[Job]:
     """One job for each method, configuration and seed, seed by seed.
 
-    Args:
-        data: "cifar10", "mnist" or "digits".
-        methods: Names of methods.
-        configurations: Of "plain", "D", "B" and "D+B".
-        seeds: How many trainings of each.
-        epochs: Instead of the data set's own number.
-        train_size: Only this many training images.
-        learned_norm: Learn the scales and shifts of batch normalisation, which the paper leaves at 1 and 0.
-        bf16: Let the network compute in bfloat16; weights, statistics and factors stay in float32.
-        validation: Measure on a tenth of the training images, held out, instead of the test images.
-        changes: Other settings of the methods, by name; the jobs are named after them. For validation alone.
+    With `learned_norm` the scales and shifts of batch normalisation are learned, which the paper leaves at 1 and 0;
+    with `bf16` the network computes in bfloat16, but weights, statistics and factors stay in float32. `validation`
+    measures on a tenth of the training images, held out; for it alone there may be `changes`, which name the jobs.
     """
     if changes and not validation:
         raise ValueError("settings are chosen on images held out of the training part: ask for validation")

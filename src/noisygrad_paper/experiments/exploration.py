@@ -55,14 +55,8 @@ def plan(
 ) -> list[Job]:
     """The jobs of a run, the cheap ones first.
 
-    Args:
-        tasks: Names of tasks.
-        methods: Names of conditions.
-        seeds: How many; by default 10, and more of those that are compared.
-        iterations: Of TRPO, instead of each task's own number.
-        seed: The first one.
-        tuning: With seeds that the figure does not use.
-        changes: Other settings of the models, by name; the jobs are named after them. For tuning alone.
+    There are 10 `seeds` by default, and more of conditions that are compared; `seed` is the first. `tuning` is with
+    seeds that the figure does not use; for it alone there may be `changes` of the models, which name the jobs.
     """
     if tuning and (seeds or 0) > _FIRST_SEED:
         raise ValueError(f"tuning has {_FIRST_SEED} seeds, since the figure has the next ones; got {seeds}")

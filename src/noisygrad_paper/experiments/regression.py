@@ -58,16 +58,8 @@ def plan(
 ) -> list[Job]:
     """The jobs of a run, the cheap ones first.
 
-    Args:
-        data: Names of data sets; with `csv`, its name.
-        methods: Names of methods.
-        epochs: Instead of each method's own.
-        splits: Only the first splits, this many, of each set.
-        data_dir: Where the data lie.
-        csv: A file of the user's own and its target column.
-        seed: Of all random numbers; a replicate's seed follows from it.
-        validation: Measure on a fifth of each training part, held out of it, instead of the test rows.
-        settings: Instead of each method's own, by name; the jobs are named after them. For validation alone.
+    `csv` is a file of the user's own with its target column. `validation` measures on a fifth of each training part,
+    held out of it, instead of the test rows; for it alone there may be other `settings`, which name the jobs.
     """
     if settings and not validation:
         raise ValueError("settings are chosen on rows held out of the training part: ask for validation")

@@ -69,8 +69,8 @@ def run_jobs(
 
     Args:
         jobs: The plan. Of each job only the replicates that are not stored are computed.
-        work: Computes a job's cells; may raise, and then the other jobs go on.
-        results: Where cells are stored.
+        work: Computes a job's cells; may raise, and then the other jobs go on: JobsFailed is raised at the end.
+        results: Where cells are stored; ConfigurationError if those there were made by another configuration.
         backend: "local" computes one job after the other in this process, "joblib" several at once in processes of
             their own, "dask" on a cluster. Other processes use one thread of torch each.
         workers: Processes of "joblib".
@@ -78,12 +78,6 @@ def run_jobs(
         progress: True shows a bar on a terminal, lines elsewhere; None the bar only; False neither.
         announce: Takes the lines of text, failures among them; they go to the error stream by default.
         on_stored: Called, in this process, with each job whose cells have been stored.
-
-    Raises:
-        ConfigurationError: The stored cells were made by another configuration.
-        JobsFailed: Some jobs failed; raised when all others are done.
-        ConnectionError: No scheduler answers, or it has no workers. ModuleNotFoundError: Dask is not installed.
-        ValueError: An argument is wrong.
     """
     _check(jobs, backend, workers, scheduler, progress)
     left = results.missing(jobs)
