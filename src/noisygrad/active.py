@@ -49,7 +49,6 @@ class Predicts(Protocol):
 
     def predict(self, x: Tensor, num_samples: int = ...) -> Prediction:
         """What the model says of `x`, from `num_samples` draws of the weights that all rows share."""
-        ...
 
 
 def suggest(

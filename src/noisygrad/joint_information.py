@@ -33,20 +33,16 @@ class JointBatch(Protocol):
     @property
     def points(self) -> int:
         """How many points there are in all."""
-        ...
 
     @property
     def chunk_size(self) -> int:
         """How many gains to ask for at a time."""
-        ...
 
     def gains(self, points: Tensor) -> Tensor:
         """What a label of each of these points would add; of one chosen before, what a second label would."""
-        ...
 
     def add(self, point: int) -> None:
         """Choose a point."""
-        ...
 
 
 def greedy(batch: JointBatch, n: int, tolerance: float) -> tuple[Tensor, bool]:

@@ -26,12 +26,9 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 
 class MLP(nn.Module):
-    """Fully connected layers with one activation between each two of them.
+    """Fully connected layers with one activation between each two of them; without `hidden` layers a linear model.
 
     Args:
-        inputs: Number of input features.
-        hidden: Widths of the hidden layers; empty for a linear model.
-        outputs: Number of outputs.
         activation: "elu", "gelu", "relu", "sigmoid", "silu", "softplus" or "tanh".
         generator: Source of the initial weights; the global one by default.
 
@@ -69,10 +66,7 @@ class ReplicatedLinear(nn.Module):
     """Independent linear layers of the same size, one per replica, computed as one batched product.
 
     Args:
-        replicas: Leading dimensions of weight and bias, for instance `(20,)`.
-        in_features: Size of each input.
-        out_features: Size of each output.
-        bias: Whether a bias is added.
+        replicas: Leading dimensions of weight and bias, for instance `(20,)`; the others are as of `nn.Linear`.
         generators: One source of initial weights per replica, in row-major order. A replica then starts as a lone
             layer would from the same generator. By default all draw from the global one.
 
@@ -105,12 +99,8 @@ class ReplicatedLinear(nn.Module):
             raise ValueError(f"got {len(generators)} generators for {count} replicas; give one per replica")
         weights = self.weight.detach().view(count, self.out_features, self.in_features)
         biases = None if self.bias is None else self.bias.detach().view(count, self.out_features)
-        for index in range(count):
-            _reset_linear(
-                weights[index],
-                None if biases is None else biases[index],
-                None if generators is None else generators[index],
-            )
+        for index, generator in enumerate(generators or [None] * count):
+            _reset_linear(weights[index], None if biases is None else biases[index], generator)
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs of every replica, `[*replicas, batch, out_features]`."""
@@ -143,14 +133,11 @@ class ReplicatedLinear(nn.Module):
 class ReplicatedMLP(nn.Module):
     """Independent MLPs of the same shape, one per replica.
 
-    Parameters have the names of those of an `MLP`, with the replica dimensions in front of their shapes.
+    Parameters have the names of those of an `MLP`, with the replica dimensions in front of their shapes. Arguments that
+    are not here are as of an `MLP`.
 
     Args:
         replicas: Leading dimensions of every parameter, for instance `(20,)`.
-        inputs: Number of input features.
-        hidden: Widths of the hidden layers; empty for linear models.
-        outputs: Number of outputs.
-        activation: As for `MLP`.
         generators: One source of initial weights per replica, in row-major order; replica i then starts as
             `MLP(..., generator=generators[i])` would.
 
@@ -194,10 +181,8 @@ class ReplicatedMLP(nn.Module):
     def load_replica_(self, index: int | tuple[int, ...], mlp: MLP) -> None:
         """Overwrite one replica in place with the weights of `mlp`, which must have the same layers."""
         position = self._position(index)
-        theirs = mlp.state_dict()
-        mine = {name: tensor[position] for name, tensor in self.state_dict().items()}
-        shapes = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
-        expected = {name: tuple(tensor.shape) for name, tensor in mine.items()}
+        theirs, mine = mlp.state_dict(), {name: tensor[position] for name, tensor in self.state_dict().items()}
+        shapes, expected = ({name: tuple(t.shape) for name, t in state.items()} for state in (theirs, mine))
         if shapes != expected:
             raise ValueError(f"got an MLP with parameters {shapes}; expected {expected}")
         for name, tensor in mine.items():
@@ -218,12 +203,8 @@ def _activation(name: str) -> type[nn.Module]:
 
 
 def _layer_sizes(inputs: int, hidden: Sequence[int], outputs: int) -> Iterator[tuple[int, int]]:
-    sizes = [
-        positive("inputs", inputs),
-        *(positive("each width in hidden", width) for width in hidden),
-        positive("outputs", outputs),
-    ]
-    return itertools.pairwise(sizes)
+    widths = (positive("each width in hidden", width) for width in hidden)
+    return itertools.pairwise([positive("inputs", inputs), *widths, positive("outputs", outputs)])
 
 
 def positive(name: str, value: int) -> int:

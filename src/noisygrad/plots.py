@@ -68,6 +68,11 @@ def _interval(prediction: Prediction, level: float) -> tuple[Array, Array]:
     return array(low).reshape(-1), array(high).reshape(-1)
 
 
+def _shares(axes: Axes) -> None:
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
@@ -97,10 +102,7 @@ def predictive_intervals(
         order = np.argsort(mean, kind="stable")
         rank, colour = np.arange(mean.size), colour_of(name or "kronecker", index)
         low, high = _interval(prediction, outer)
-        for level, shade, (bottom, top) in (
-            (outer, 0.22, (low, high)),
-            (inner, 0.38, _interval(prediction, inner)),
-        ):
+        for level, shade, (bottom, top) in ((outer, 0.22, (low, high)), (inner, 0.38, _interval(prediction, inner))):
             axes.fill_between(
                 rank, bottom[order], top[order], step="mid", color=colour, alpha=shade, lw=0, label=_percent(level)
             )
@@ -186,13 +188,7 @@ class ReliabilityBins:
 
 
 def reliability_bins(probabilities: Values, labels: Values, bins: int = 15) -> ReliabilityBins:
-    """Sort examples by the confidence of their prediction.
-
-    Args:
-        probabilities: Class probabilities `[examples, classes]`.
-        labels: The true classes.
-        bins: Number of bins of confidence.
-    """
+    """Sort examples by the confidence of their prediction, given probabilities `[examples, classes]` and labels."""
     if bins < 1:
         raise ValueError(f"bins must be at least 1; got {bins}")
     probs, true = array(probabilities), array(labels)
@@ -212,10 +208,7 @@ def reliability_bins(probabilities: Values, labels: Values, bins: int = 15) -> R
 def reliability_diagram(probabilities: Values | Mapping[str, Values], labels: Values, bins: int = 15) -> Figure:
     """Accuracy against confidence in equal bins, with the expected calibration error and where the confidences lie.
 
-    Args:
-        probabilities: Class probabilities `[examples, classes]`, or several such by name.
-        labels: The true classes.
-        bins: Number of bins of confidence.
+    `probabilities` are `[examples, classes]`, or several such by name; `labels` are the true classes.
     """
     named: dict[str, Values] = _named(probabilities)
     return reliability_of_bins({name: reliability_bins(values, labels, bins) for name, values in named.items()})
@@ -225,13 +218,7 @@ def reliability_diagram(probabilities: Values | Mapping[str, Values], labels: Va
 def reliability_of_bins(
     bins: Mapping[str, ReliabilityBins], *, colours: Mapping[str, str] | None = None, columns: int = 4
 ) -> Figure:
-    """The diagram of `reliability_diagram` from bins that are known already.
-
-    Args:
-        bins: By name.
-        colours: Of the bars, by name; those of `palette.colour_of` by default.
-        columns: Panels in a row.
-    """
+    """The diagram of `reliability_diagram` from bins that are known already, by name; `columns` panels in a row."""
     if not bins:
         raise ValueError("nothing to draw: an empty mapping was given")
     columns = min(len(bins), columns)
@@ -269,8 +256,7 @@ def _reliability_panel(top: Axes, bottom: Axes, name: str, bins: ReliabilityBins
     top.set(xlim=(0, 1), ylim=(0, 1.02))
     bottom.set(xlabel="confidence", yticks=[0, 0.5, 1], ylim=(0, 1))
     for axes in (top, bottom):
-        axes.xaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+        _shares(axes)
         axes.tick_params(length=0, labelbottom=axes is bottom)
 
 
@@ -302,8 +288,7 @@ def coverage_plot(
         axes.plot(nominal, covered, color=colour_of(name or "kronecker", index), label=name or "observed")
     axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="probability of the interval", ylabel="share of values inside")
     axes.set_title("Below the diagonal: too sure")
-    axes.xaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, symbol=" %"))
+    _shares(axes)
     axes.tick_params(length=0, pad=6)
     axes.legend(loc="upper left")
     return figure

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from copy import copy
 from typing import Any, Self
 
 import torch
@@ -28,7 +29,7 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
-def _entropy(probs: Tensor) -> Tensor:
+def _entropy_terms(probs: Tensor) -> Tensor:
     """−p log p of each element, 0 at p = 0."""
     terms: Tensor = torch.special.entr(probs)
     return terms
@@ -40,9 +41,16 @@ class Prediction(ABC):
     def __init__(self, event_dims: int) -> None:
         self.event_dims = event_dims
 
-    @abstractmethod
+    @property
+    def _tensors(self) -> dict[str, Tensor]:
+        """All that a kind of prediction holds, each `[samples, ...]`; the first has the shape of the outputs."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
     def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same prediction with `function` applied to each of its tensors `[samples, ...]`."""
+        """The same prediction with `function` applied to each of its tensors."""
+        found = copy(self)
+        vars(found).update({name: function(tensor) for name, tensor in self._tensors.items()})
+        return found
 
     @abstractmethod
     def _conditional_mean(self) -> Tensor:
@@ -57,14 +65,14 @@ class Prediction(ABC):
         """The log-probability of every element of `target` under each weight sample."""
 
     @property
-    @abstractmethod
     def target_shape(self) -> torch.Size:
         """The shape a tensor of targets must have."""
+        return next(iter(self._tensors.values())).shape[1:]
 
     @property
     def num_samples(self) -> int:
         """How many weight samples the mixture averages."""
-        return self._conditional_mean().shape[0]
+        return next(iter(self._tensors.values())).shape[0]
 
     @property
     def mean(self) -> Tensor:
@@ -153,20 +161,9 @@ class RegressionPrediction(Prediction):
         super().__init__(event_dims)
         self.location = _at_least_float32(location)
         self.scale = scale.detach().to(self.location.dtype).expand_as(location)
-        self.degrees_of_freedom = (
-            None
-            if degrees_of_freedom is None
-            else degrees_of_freedom.detach().to(self.location.dtype).expand_as(location)
-        )
-
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        degrees = None if self.degrees_of_freedom is None else function(self.degrees_of_freedom)
-        return type(self)(function(self.location), function(self.scale), degrees, self.event_dims)
-
-    @property
-    def target_shape(self) -> torch.Size:
-        """The shape of the targets: that of one sample."""
-        return self.location.shape[1:]
+        self.degrees_of_freedom = degrees_of_freedom
+        if degrees_of_freedom is not None:
+            self.degrees_of_freedom = degrees_of_freedom.detach().to(self.location.dtype).expand_as(location)
 
     def _conditional_mean(self) -> Tensor:
         return self.location
@@ -240,7 +237,33 @@ def _log_gamma_ratio(x: Tensor) -> Tensor:
     return torch.where(x > _STIRLING_FROM, series, torch.lgamma(x + 0.5) - torch.lgamma(x))
 
 
-class CategoricalPrediction(Prediction):
+class _LabelPrediction(Prediction):
+    """What predictions of labels share."""
+
+    @abstractmethod
+    def _entropy(self, probs: Tensor) -> Tensor:
+        """Of the distributions with these probabilities, per target."""
+
+    @property
+    def probs(self) -> Tensor:
+        """Class probabilities, or that of 1: the mean over samples."""
+        return self.mean
+
+    @property
+    def entropy(self) -> Tensor:
+        """Entropy in nats of the mixture, per target."""
+        return self._entropy(self.probs)
+
+    @property
+    def mutual_information(self) -> Tensor:
+        """Information in nats that the label would bring about the weights (BALD): what more data can remove."""
+        return (self.entropy - self._conditional_entropy().mean(0)).clamp_min(0)
+
+    def _conditional_entropy(self) -> Tensor:
+        return self._entropy(self._conditional_mean())
+
+
+class CategoricalPrediction(_LabelPrediction):
     """A mixture over classes, from `logits` `[samples, *replicas, batch, *positions, classes]`.
 
     `event_dims` counts the positions only. Moments are those of the one-hot target, per class.
@@ -250,13 +273,10 @@ class CategoricalPrediction(Prediction):
         super().__init__(event_dims)
         self.log_probs = torch.log_softmax(_at_least_float32(logits), -1)
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        return type(self)(function(self.log_probs), self.event_dims)
-
     @property
     def target_shape(self) -> torch.Size:
         """The shape of the labels: that of the probabilities without the classes."""
-        return self.log_probs.shape[1:-1]
+        return super().target_shape[:-1]
 
     def _conditional_mean(self) -> Tensor:
         return self.log_probs.exp()
@@ -274,41 +294,20 @@ class CategoricalPrediction(Prediction):
         return self.log_probs.gather(-1, index).squeeze(-1)
 
     @property
-    def probs(self) -> Tensor:
-        """Class probabilities: the mean over samples of the softmax."""
-        return self.mean
-
-    @property
     def labels(self) -> Tensor:
         """The most probable class."""
         return self.probs.argmax(-1)
 
-    @property
-    def entropy(self) -> Tensor:
-        """Entropy in nats of the mixture, per target."""
-        return _entropy(self.probs).sum(-1)
-
-    @property
-    def mutual_information(self) -> Tensor:
-        """Information in nats that the label would bring about the weights (BALD): what more data can remove."""
-        conditional = _entropy(self.log_probs.exp()).sum(-1).mean(0)
-        return (self.entropy - conditional).clamp_min(0)
+    def _entropy(self, probs: Tensor) -> Tensor:
+        return _entropy_terms(probs).sum(-1)
 
 
-class BernoulliPrediction(Prediction):
+class BernoulliPrediction(_LabelPrediction):
     """A mixture over {0, 1}, from `logits` `[samples, *replicas, batch, *event]`; `probs` is that of 1."""
 
     def __init__(self, logits: Tensor, event_dims: int = 1) -> None:
         super().__init__(event_dims)
         self.logits = _at_least_float32(logits)
-
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        return type(self)(function(self.logits), self.event_dims)
-
-    @property
-    def target_shape(self) -> torch.Size:
-        """The shape of the targets: that of one sample."""
-        return self.logits.shape[1:]
 
     def _conditional_mean(self) -> Tensor:
         return torch.sigmoid(self.logits)
@@ -324,26 +323,16 @@ class BernoulliPrediction(Prediction):
         return (level > 1 - self.probs.double()).to(self.logits.dtype)
 
     @property
-    def probs(self) -> Tensor:
-        """Probability of 1: the mean over samples of the sigmoid."""
-        return self.mean
-
-    @property
     def labels(self) -> Tensor:
         """The more probable of 0 and 1."""
         return (self.probs > 0.5).long()
 
-    @property
-    def entropy(self) -> Tensor:
-        """Entropy in nats of the mixture, per target."""
-        return _entropy(self.probs) + _entropy(1 - self.probs)
+    def _entropy(self, probs: Tensor) -> Tensor:
+        return _entropy_terms(probs) + _entropy_terms(1 - probs)
 
-    @property
-    def mutual_information(self) -> Tensor:
-        """Information in nats that the label would bring about the weights (BALD)."""
-        probs = torch.sigmoid(self.logits)
-        conditional = _entropy(probs) + _entropy(torch.sigmoid(-self.logits))
-        return (self.entropy - conditional.mean(0)).clamp_min(0)
+    def _conditional_entropy(self) -> Tensor:
+        # From the logits: near 1, a probability has lost the digits of its complement.
+        return _entropy_terms(torch.sigmoid(self.logits)) + _entropy_terms(torch.sigmoid(-self.logits))
 
 
 class PoissonPrediction(Prediction):
@@ -352,14 +341,6 @@ class PoissonPrediction(Prediction):
     def __init__(self, log_rate: Tensor, event_dims: int = 1) -> None:
         super().__init__(event_dims)
         self.log_rate = _at_least_float32(log_rate)
-
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        return type(self)(function(self.log_rate), self.event_dims)
-
-    @property
-    def target_shape(self) -> torch.Size:
-        """The shape of the targets: that of one sample."""
-        return self.log_rate.shape[1:]
 
     def _conditional_mean(self) -> Tensor:
         return self.log_rate.exp()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
 
 from noisygrad import plots
 from noisygrad.cli.demo_fits import FAMILIES, HIDDEN, TEST_SHARE, DataName, Demo, DemoFit
@@ -12,8 +11,6 @@ from noisygrad.pages.tables import Cell, Column, Table
 from noisygrad.posterior import Posterior
 from noisygrad.predictions import RegressionPrediction
 from noisygrad.versions import versions
-
-Item = TypeVar("Item")
 
 _COMMON = (
     Column(key="kl", header="KL", unit="nats", digits=0),
@@ -38,6 +35,7 @@ _COLUMNS: dict[DataName, tuple[Column, ...]] = {
     ),
 }
 _SHARES = ("coverage", "ece")
+_COMPARED = ("point", "kronecker")
 _CAPTIONS: dict[DataName, str] = {"diabetes": "Diabetes, regression", "digits": "Digits, classification"}
 
 
@@ -80,7 +78,7 @@ def _regression(page: Page, demo: Demo) -> None:
     )
     page.table(demo_table(demo, "diabetes"))
     page.figure(
-        plots.predictive_intervals(_chosen(predictions, "point", "kronecker"), target, label="progression"),
+        plots.predictive_intervals({name: predictions[name] for name in _COMPARED}, target, label="progression"),
         caption="Test patients in the order of the predicted mean, with central intervals of 50 % and 90 %. Rings are "
         "values outside the wider one.",
         alt="Predictive intervals for the test patients. Of the values observed, "
@@ -130,7 +128,7 @@ def _classification(page: Page, demo: Demo) -> None:
     )
     page.table(demo_table(demo, "digits"))
     page.figure(
-        plots.reliability_diagram(_chosen(probabilities, "point", "kronecker"), demo.splits["digits"].target),
+        plots.reliability_diagram({name: probabilities[name] for name in _COMPARED}, demo.splits["digits"].target),
         caption="Above: accuracy in each bin of confidence; the hatched gap is what is missing to the bin's mean "
         "confidence. Below: how many predictions are in the bin. Sparse bins are noisy.",
         alt="Reliability diagrams. The expected calibration error is "
@@ -165,10 +163,6 @@ def _pairs(pairs: Mapping[str, object], caption: str) -> Table:
     columns = Column(key="name", header="name"), Column(key="value", header="value")
     rows = [{"name": name, "value": str(value)} for name, value in pairs.items()]
     return Table(columns=columns, rows=rows, caption=caption)
-
-
-def _chosen(items: Mapping[str, Item], *names: str) -> dict[str, Item]:
-    return {name: items[name] for name in names}
 
 
 def _regression_prediction(fit: DemoFit) -> RegressionPrediction:

@@ -16,9 +16,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from noisygrad.cli.output import interruptible, writable_file
+from noisygrad.cli.output import bar, interruptible, writable_file
 
 main = typer.Typer(
     name="noisygrad",
@@ -55,8 +55,7 @@ def options(
 @main.command()
 def demo(
     output: Annotated[
-        Path,
-        typer.Option("--output", "-o", metavar="PATH", callback=writable_file, help="Where to write the page."),
+        Path, typer.Option("--output", "-o", metavar="PATH", callback=writable_file, help="Where to write the page.")
     ] = Path("noisygrad-demo.html"),
     seed: Annotated[
         int,
@@ -76,7 +75,11 @@ def demo(
 
     start = time.perf_counter()
     config = DemoConfig.quick(seed) if quick else DemoConfig(seed=seed)
-    with interruptible(output), _progress() as progress:
+    description = TextColumn("{task.description:<32}")
+    with (
+        interruptible(output),
+        bar(SpinnerColumn(), description, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as progress,
+    ):
         task = progress.add_task("", total=len(DATA) * len(METHODS) + 1)
         begun = itertools.count()
 
@@ -95,19 +98,6 @@ def demo(
         console.print("Quick trial: far too few epochs for good numbers.")
     console.print(f"{time.perf_counter() - start:.0f} s in all. The page is in ", end="")
     console.print(str(output), style="bold", soft_wrap=True, markup=False)
-
-
-def _progress() -> Progress:
-    """A bar on the error stream, which leaves the output alone; nothing where there is no terminal."""
-    console = Console(stderr=True)
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description:<32}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _add(point: EntryPoint) -> None:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import typer
+from rich.console import Console
+from rich.progress import Progress, ProgressColumn
 
 
 def writable_file(path: Path) -> Path:
@@ -23,6 +25,12 @@ def writable_file(path: Path) -> Path:
     except OSError as error:
         raise typer.BadParameter(f"cannot write to the folder {path.parent}: {error.strerror or error}") from error
     return path
+
+
+def bar(*columns: ProgressColumn) -> Progress:
+    """A bar on the error stream, which leaves the output alone; nothing where there is no terminal."""
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -104,6 +104,11 @@ class _NoisyEstimator(BaseEstimator):  # type: ignore[misc]
     device: str
     verbose: bool
 
+    def _keep(self, arguments: Mapping[str, Any]) -> None:
+        """Each argument of the constructor under its name, as scikit-learn has it."""
+        for name in self._get_param_names():
+            setattr(self, name, arguments[name])
+
     def _fit(self, X: Floats, y: NDArray[Any], outputs: int, likelihood: Likelihood, elbo_shift: float) -> None:
         """Standardise X, train, and keep what predictions need."""
         self._check_settings()
@@ -115,26 +120,17 @@ class _NoisyEstimator(BaseEstimator):  # type: ignore[misc]
         start, widths = torch.Generator().manual_seed(seeds[0]), [int(width) for width in self.hidden]
         network = MLP(x.shape[1], widths, outputs, generator=start).to(device)
         weights = sum(parameter.numel() for parameter in network.parameters())
-        plan = FitPlan.of(
-            self.posterior,
-            examples=len(x),
-            weights=weights,
-            epochs=self.epochs,
-            batch_size=self.batch_size,
-            lr=self.lr,
-        )
+        said: dict[str, Any] = {"epochs": self.epochs, "batch_size": self.batch_size, "lr": self.lr}
+        plan = FitPlan.of(self.posterior, examples=len(x), weights=weights, **said)
         optimizer = OPTIMIZERS[self.posterior](
             network,
             likelihood,
             num_data=len(x),
-            kl_weight=self.kl_weight,
-            prior_variance=self.prior_variance,
-            damping=self.damping,
             mc_samples=int(self.mc_samples),
-            noise=self.noise,
             fisher="exact" if outputs == 1 else "sampled",  # one output: exact costs no more
             seed=seeds[1],
             **plan.settings,
+            **{name: getattr(self, name) for name in ("kl_weight", "prior_variance", "damping", "noise")},
         )
         steps = plan.epochs * math.ceil(len(x) / plan.batch_size)
         with one_thread(plan.small):
@@ -198,8 +194,7 @@ class NoisyRegressor(MultiOutputMixin, RegressorMixin, _NoisyEstimator):  # type
 
     Args:
         posterior: The family of the covariance: "diagonal", "kronecker", "eigen" (the Kronecker family with a spectrum
-            of its own), "tridiagonal" or "full" (for networks of up to
-            a few thousand weights: memory grows with the square of their number).
+            of its own), "tridiagonal" or "full" (up to a few thousand weights: memory grows with their square).
         hidden: Widths of the hidden layers (ReLU); () for a linear model.
         epochs: Passes over the data. None: 250 + 2n steps in all (n rows), at most 20 000; for a full covariance of
             more than 1000 weights, 200 steps.
@@ -244,21 +239,7 @@ class NoisyRegressor(MultiOutputMixin, RegressorMixin, _NoisyEstimator):  # type
         device: str = "cpu",
         verbose: bool = False,
     ) -> None:
-        self.posterior = posterior
-        self.hidden = hidden
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.lr = lr
-        self.kl_weight = kl_weight
-        self.prior_variance = prior_variance
-        self.noise = noise
-        self.noise_prior = noise_prior
-        self.mc_samples = mc_samples
-        self.damping = damping
-        self.num_samples = num_samples
-        self.random_state = random_state
-        self.device = device
-        self.verbose = verbose
+        self._keep(locals())
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Fit to features `[rows, features]` and targets `[rows]` or `[rows, outputs]`."""
@@ -330,20 +311,7 @@ class NoisyClassifier(ClassifierMixin, _NoisyEstimator):  # type: ignore[misc]
         device: str = "cpu",
         verbose: bool = False,
     ) -> None:
-        self.posterior = posterior
-        self.hidden = hidden
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.lr = lr
-        self.kl_weight = kl_weight
-        self.prior_variance = prior_variance
-        self.noise = noise
-        self.mc_samples = mc_samples
-        self.damping = damping
-        self.num_samples = num_samples
-        self.random_state = random_state
-        self.device = device
-        self.verbose = verbose
+        self._keep(locals())
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Fit to features `[rows, features]` and labels `[rows]`."""

@@ -33,14 +33,8 @@ class Bonus(ABC):
 class IntrinsicReward:
     """weight · bonus / typical bonus, where the typical one is the mean over the last rollouts of their medians.
 
-    So constant factors of a bonus do not matter. The rollout at hand counts among the last. Bonuses above `largest` are
-    cut to it before.
-
-    Args:
-        bonus: What is remarkable.
-        weight: η, of a typical bonus beside the task's reward.
-        window: How many rollouts "the last" are.
-        largest: The largest bonus that is believed.
+    So constant factors of a bonus do not matter. The last `window` rollouts count, that at hand among them. Bonuses
+    above `largest` are cut to it before. `weight` is η, of a typical bonus beside the task's reward.
     """
 
     def __init__(self, bonus: Bonus, *, weight: float = 1e-4, window: int = 10, largest: float = 1000.0) -> None:
@@ -52,11 +46,7 @@ class IntrinsicReward:
         self._medians: deque[float] = deque(maxlen=window)
 
     def __call__(self, transitions: Transitions) -> Array:
-        """The reward to add to each action, `[steps, copies]`; then the bonus takes the rollout in.
-
-        Raises:
-            ValueError: A bonus is NaN.
-        """
+        """The reward to add to each action, `[steps, copies]`; then the bonus takes the rollout in."""
         found = self.bonus.measure(transitions)
         rewards = np.zeros(transitions.rewards.shape)
         if found is not None:

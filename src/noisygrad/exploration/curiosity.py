@@ -28,12 +28,10 @@ class GainBonus(Bonus):
     its pool, and the caller trains all of them at once with `dynamics.train`.
 
     Args:
-        dynamics: The models.
-        replica: Which of them is meant.
+        dynamics: The models, of which number `replica` is meant.
         pool: What it learns from; one of the paper's sizes by default.
         train_every: So many new transitions make a training worth while; None where the caller trains.
-        num_samples: Draws of the weights for the gain.
-        covariance: "exact", or "blockwise" as in the paper.
+        num_samples: Draws of the weights; with `covariance`, as of `Dynamics.gain`.
     """
 
     def __init__(
@@ -92,8 +90,7 @@ class InformationGain(BaseCallback):
         capacity: Transitions that the model may learn from; the oldest are forgotten.
         minimum: Transitions that there must be before it learns at all.
         train_every: New transitions after which it learns again.
-        num_samples: Draws of the weights for the gain.
-        covariance: "exact", or "blockwise" as in the paper.
+        num_samples: Draws of the weights for the gain; with `covariance`, as of `Dynamics.gain`.
         seed: Of the model; by default that of the algorithm.
 
     Raises:
@@ -119,24 +116,17 @@ class InformationGain(BaseCallback):
         self.settings = MODELS[model] if isinstance(model, str) else model
         self.intrinsic: IntrinsicReward | None = None
         """The bonus as a reward; None before learning begins."""
-        self._options: dict[str, Any] = {
-            "train_every": train_every,
-            "num_samples": num_samples,
-            "covariance": covariance,
-        }
+        self._options: dict[str, Any] = {"train_every": train_every, "num_samples": num_samples}
+        self._options["covariance"] = covariance
         self._sizes, self._weight, self._seed = (capacity, minimum), weight, seed
         self._made_for: tuple[int, int] | None = None
-        self._tape: Tape | None = None
+        self._tape = Tape(0)  # of no environment yet
         # Mistakes in the settings should show now, and not when learning begins.
         IntrinsicReward(self._bonus(1, 1, 0), weight=weight)
 
     @property
     def bonus(self) -> GainBonus:
-        """The model's pool, and how well it has predicted.
-
-        Raises:
-            RuntimeError: Learning has not begun.
-        """
+        """The model's pool, and how well it has predicted; RuntimeError before learning has begun."""
         if self.intrinsic is None or not isinstance(self.intrinsic.bonus, GainBonus):
             raise RuntimeError("there is no model yet: it is made when learning begins")
         return self.intrinsic.bonus
@@ -166,22 +156,19 @@ class InformationGain(BaseCallback):
     def _on_training_start(self) -> None:
         observations = cast(NDArray[np.float32], self.model._last_obs)
         # Where learning goes on, episodes go on, and the tape has seen where they are.
-        if self._tape is None or self._tape.observations is not observations:
+        if self._tape.observations is not observations:
             self._tape = Tape(self.training_env.num_envs)
             self._tape.begin(observations)
 
     def _on_rollout_start(self) -> None:
-        assert self._tape is not None
         self._tape.discard()
 
     def _on_step(self) -> bool:
-        assert self._tape is not None
         step = self.locals
         self._tape.add(step["clipped_actions"], step["new_obs"], step["rewards"], step["dones"], step["infos"])
         return True
 
     def _on_rollout_end(self) -> None:
-        assert self._tape is not None
         assert self.intrinsic is not None
         bonus = self.intrinsic(self._tape.take())
         buffer = require_on_policy(self.model).rollout_buffer

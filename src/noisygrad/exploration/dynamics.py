@@ -45,7 +45,6 @@ class LearnerSettings(Protocol):
         self, network: Perceptrons, likelihood: Gaussian, *, num_data: int, generators: Sequence[torch.Generator]
     ) -> VariationalLearner:
         """What is trained with these settings, one replica for each generator."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,13 +74,7 @@ class DynamicsSettings:
             raise ValueError(f"hidden must be one or more sizes of at least 1; got {self.hidden!r}")
 
 
-_COMMON: dict[str, Any] = {
-    "lr": 0.03,
-    "prior_variance": 0.25,
-    "momentum": 0.0,
-    "kl_clip": 1e-3,
-    "factor_every": 10,
-}
+_COMMON: dict[str, Any] = {"lr": 0.03, "prior_variance": 0.25, "momentum": 0.0, "kl_clip": 1e-3, "factor_every": 10}
 MODELS: dict[str, DynamicsSettings] = {
     "NNG-MVG": DynamicsSettings(fit=NoisySettings(family="kronecker", **_COMMON)),
     "NNG-FFG": DynamicsSettings(fit=NoisySettings(family="diagonal", **_COMMON)),
@@ -103,22 +96,16 @@ class Dynamics:
     """R models of the dynamics, each learning from a pool of its own.
 
     Args:
-        observations: The number of entries of an observation.
-        actions: Of an action.
-        settings: Of all models.
+        observations: The number of entries of an observation; `actions` is that of an action.
+        settings: Of all models; ValueError where their posterior's information gain has no closed form.
         seeds: One for each model: of its initial weights and all its draws. A model is the same whatever others there
             are.
-
-    Raises:
-        ValueError: There is nothing to model, or the posterior's information gain has no closed form.
     """
 
     def __init__(self, observations: int, actions: int, settings: DynamicsSettings, seeds: Sequence[int]) -> None:
         if observations < 1 or actions < 1 or not seeds:
-            raise ValueError(
-                "a model needs at least one observation, one action and one seed; "
-                f"got {observations}, {actions} and {list(seeds)}"
-            )
+            given = f"{observations}, {actions} and {list(seeds)}"
+            raise ValueError(f"a model needs at least one observation, one action and one seed; got {given}")
         self.settings = settings
         self.network = Perceptrons((observations + actions, *settings.hidden, observations))
         self._streams = ReplicaGenerators.of(seeds)
@@ -147,25 +134,21 @@ class Dynamics:
     def train(self, pools: Sequence[ReplayPool]) -> None:
         """`settings.updates` steps on batches from each model's pool.
 
-        Raises:
-            ValueError: There are not as many pools as models, or one has not reached its minimum.
-            FloatingPointError: A model's mean is no longer finite.
+        Raises ValueError where a pool has not reached its minimum, FloatingPointError where a model has diverged.
         """
         if len(pools) != self.replicas:
             raise ValueError(f"there are {self.replicas} models and {len(pools)} pools: give one to each")
         with one_thread(), torch.no_grad():
             self._scales = [pool.scales() for pool in pools]
-            x, y = zip(*map(self._batches, pools, self._scales), strict=True)
+            size = self.settings.updates, self.settings.batch_size
+            pairs = zip(pools, self._scales, strict=True)
+            x, y = zip(*(_pairs(scales, pool.sample(*size)) for pool, scales in pairs), strict=True)
             self._update(torch.stack(x, 1), torch.stack(y, 1))
         if not bool(self.learner.mean.isfinite().all()):
             diverged = (~self.learner.mean.isfinite().all(-1)).nonzero().flatten().tolist()
             raise FloatingPointError(
                 f"the models {diverged} have diverged: lower num_data or the learning rate, or set a kl_clip"
             )
-
-    def _batches(self, pool: ReplayPool, scales: Sequence[Scale]) -> tuple[Tensor, Tensor]:
-        """Standardised inputs and targets, `[updates, batch, ...]`."""
-        return _pairs(scales, pool.sample(self.settings.updates, self.settings.batch_size))
 
     def _update(self, x: Tensor, y: Tensor) -> None:
         """Steps on x and y, `[updates, R, batch, ...]`."""
@@ -183,39 +166,21 @@ class Dynamics:
                 noise = {name: part[index] for name, part in zip(self._shapes, parts, strict=True)}
                 learner.step_(x[start + index], y[start + index], noise)
                 self._steps += 1
-                if self._refresh_due():
+                if learner.refresh_due(self._steps):
                     learner.refresh_()
                 learner.move_()
-
-    def _refresh_due(self) -> bool:
-        """Whether the factors are due: also in steps 1, 2, 4, … below their period."""
-        every = self.learner.refresh_every
-        return every > 0 and (self._steps % every == 0 or (self._steps < every and self._steps.bit_count() == 1))
 
     # ---------------------------------------------------------------- what a model says of a rollout
 
     @torch.no_grad()
     def gain(
-        self,
-        replica: int,
-        transitions: Transitions,
-        *,
-        num_samples: int = 10,
-        covariance: CovarianceTerm = "exact",
+        self, replica: int, transitions: Transitions, *, num_samples: int = 10, covariance: CovarianceTerm = "exact"
     ) -> tuple[Array, Errors]:
         """The information gain of each action by one model, in nats, `[steps, copies]`; and how well it predicted.
 
-        It is that of a natural-gradient step of size 0.01.
-
-        Args:
-            replica: Which model.
-            transitions: A rollout; the model need not have seen it.
-            num_samples: Draws of the weights.
-            covariance: "exact", or "blockwise" as in the paper.
-
-        Raises:
-            RuntimeError: The model has learned nothing yet.
-            ValueError: A setting is out of range, or blockwise is asked of a diagonal posterior.
+        It is that of a natural-gradient step of size 0.01, from `num_samples` draws of the weights; the model need not
+        have seen the rollout. Raises RuntimeError before `train`, and ValueError where a setting is out of range, or
+        "blockwise", as in the paper, is asked of a posterior that is no Kronecker product.
         """
         if not self.trained:
             raise RuntimeError("the model has learned nothing yet: call train() first")

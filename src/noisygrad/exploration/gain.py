@@ -33,14 +33,7 @@ _CHUNK = 1024
 
 
 def kronecker_gain(layer: Sensitivity, outputs: Tensor, inputs: Tensor, covariance: CovarianceTerm = "exact") -> Tensor:
-    """½ gᵀΣg + ¼ tr(FΣFΣ) of a layer with Σ = `outputs` `outputs`ᵀ ⊗ `inputs` `inputs`ᵀ: KL / α², `[B]`.
-
-    Args:
-        layer: Its sensitivity.
-        outputs: A square root of Σ₂, `[out, out]`.
-        inputs: A square root of Σ₁, `[in, in]`.
-        covariance: How the covariance's step is counted.
-    """
+    """½ gᵀΣg + ¼ tr(FΣFΣ) of a layer with Σ = `outputs` `outputs`ᵀ ⊗ `inputs` `inputs`ᵀ: KL / α², `[B]`."""
     a, g, r = layer.inputs @ inputs, layer.gradients @ outputs, layer.roots @ outputs
     p = a @ a.mT  # [B, K, K]: aₖᵀ Σ₁ aₗ
     mean = (p * (g @ g.mT)).mean((-2, -1))
@@ -89,9 +82,8 @@ def spectral_gain(layer: Sensitivity, outputs: Tensor, inputs: Tensor, spectrum:
     mean = (torch.einsum("bko,bki->boi", g, a) / draws * scale).square().sum((-2, -1))
     r = r.expand(*a.shape[:2], -1, -1)
     # A few examples at a time, so that their rows of weights stay in the processor's cache.
-    squares = [
-        _squared_products(*part, scale) for part in zip(a.split(_CHUNK // 16), r.split(_CHUNK // 16), strict=True)
-    ]
+    parts = zip(a.split(_CHUNK // 16), r.split(_CHUNK // 16), strict=True)
+    squares = [_squared_products(*part, scale) for part in parts]
     return _second_order(mean, torch.cat(squares) / draws**2)
 
 
@@ -101,11 +93,7 @@ def _squared_products(inputs: Tensor, roots: Tensor, scale: Tensor) -> Tensor:
 
 
 def layer_gain(layer: Sensitivity, covariance: FactoredCovariance | Tensor, term: CovarianceTerm) -> Tensor:
-    """½ gᵀΣg + ¼ tr(FΣFΣ) of a layer, given Σ by its factors or as variances `[out, in]`: KL / α², `[B]`.
-
-    Raises:
-        ValueError: The blockwise term is asked of a covariance that is no Kronecker product.
-    """
+    """½ gᵀΣg + ¼ tr(FΣFΣ) of a layer, given Σ by its factors or as variances `[out, in]`: KL / α², `[B]`."""
     product = isinstance(covariance, FactoredCovariance) and covariance.spectrum is None
     if term == "blockwise" and not product:
         raise ValueError(

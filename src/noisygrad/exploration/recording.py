@@ -65,11 +65,7 @@ class Tape:
         self._returns: list[float] = []
 
     def begin(self, observations: Array) -> None:
-        """New episodes begin here; what is recorded is forgotten.
-
-        Raises:
-            ValueError: An observation is NaN or infinite.
-        """
+        """New episodes begin here; what is recorded is forgotten. ValueError where an observation is not finite."""
         require_finite("observations", observations)
         self.observations = observations
         self._times[:] = 0
@@ -86,9 +82,7 @@ class Tape:
     ) -> None:
         """One step of all copies, as a vector environment of stable-baselines3 tells it.
 
-        Raises:
-            ValueError: An observation or a reward is NaN or infinite.
-            RuntimeError: Nothing has begun.
+        Raises ValueError where an observation or a reward is not finite, and RuntimeError before `begin`.
         """
         if self.observations is None:
             raise RuntimeError("call reset() before step()")
@@ -111,16 +105,10 @@ class Tape:
         self.observations = observations
 
     def take(self) -> Transitions:
-        """All since the last call, in order.
-
-        Raises:
-            RuntimeError: Nothing has happened since.
-        """
+        """All since the last call, in order; RuntimeError where nothing has happened since."""
         if not self._kept or self.observations is None:
             raise RuntimeError("nothing was recorded: step the environment first")
-        observations, actions, following, rewards, dones, times = (
-            np.stack(part) for part in zip(*self._kept, strict=True)
-        )
+        observations, actions, following, rewards, dones, times = map(np.stack, zip(*self._kept, strict=True))
         # An environment may give float64; all that is learned from it is float32.
         taken = Transitions(
             observations=observations.astype(np.float32, copy=False),

@@ -22,9 +22,8 @@ class Scale:
     @classmethod
     def of(cls, rows: Array) -> Scale:
         """Of rows `[n, d]`; 1e-8 is added to the deviation, so that a constant column becomes 0."""
-        return cls(
-            rows.mean(0, dtype=np.float64).astype(np.float32), rows.std(0, dtype=np.float64).astype(np.float32) + 1e-8
-        )
+        mean, std = rows.mean(0, dtype=np.float64), rows.std(0, dtype=np.float64)
+        return cls(mean.astype(np.float32), std.astype(np.float32) + 1e-8)
 
     def standardise(self, rows: Array) -> Array:
         """(rows − mean) / std."""
@@ -34,10 +33,7 @@ class Scale:
 class ReplayPool:
     """The last `capacity` transitions, each with the observation that truly followed: none spans two episodes.
 
-    Args:
-        capacity: How many are kept; the oldest make room for new ones.
-        minimum: How many there must be before one may learn from them.
-        seed: Of the batches that `sample` draws.
+    There must be a `minimum` of them before one may learn; `seed` is that of the batches that `sample` draws.
     """
 
     def __init__(self, capacity: int = 100_000, minimum: int = 500, seed: int | None = None) -> None:
@@ -62,7 +58,7 @@ class ReplayPool:
         new = transitions.flat()
         if self._rows is None:
             first, second, third = (np.empty((self.capacity, part.shape[1]), dtype=np.float32) for part in new)
-            self._rows = (first, second, third)
+            self._rows = first, second, third
         start = max(0, len(transitions) - self.capacity)
         places = np.arange(self._added + start, self._added + len(transitions)) % self.capacity
         for kept, part in zip(self._rows, new, strict=True):
@@ -70,17 +66,13 @@ class ReplayPool:
         self._added += len(transitions)
 
     def rows(self) -> tuple[Array, Array, Array]:
-        """All observations, actions and next observations, in no particular order.
-
-        Raises:
-            ValueError: There are fewer than the minimum.
-        """
+        """All observations, actions and next observations, in no particular order; ValueError below the minimum."""
         if self._rows is None or not self.ready:
             raise ValueError(
                 f"the pool holds {len(self)} transitions and needs {self.minimum}: collect more, or lower its minimum"
             )
-        first, second, third = (part[: len(self)] for part in self._rows)
-        return first, second, third
+        first, second, third = self._rows
+        return first[: len(self)], second[: len(self)], third[: len(self)]
 
     def scales(self) -> tuple[Scale, Scale, Scale]:
         """Of observations, actions and next observations."""

@@ -40,8 +40,7 @@ def sensitivities(
 ) -> dict[str, Sensitivity]:
     """The sensitivity of every layer, by its name in the structure, at each of the given settings of the weights.
 
-    Raises:
-        ValueError: The network is not made of Linear layers on rows alone.
+    Raises ValueError where the network is not made of Linear layers on rows alone.
     """
     _check(posterior, inputs)
     found = [_at(posterior, inputs, targets, setting) for setting in weights]
@@ -57,12 +56,7 @@ def perceptron_sensitivities(
 ) -> list[Sensitivity]:
     """The sensitivity of every layer of a perceptron with Gaussian noise, by hand: far quicker than by hooks.
 
-    Args:
-        network: Its shape.
-        weights: `[K, n]`, a draw in each row.
-        inputs: `[B, inputs]`.
-        targets: `[B, outputs]`.
-        noise_std: Of the noise of every output.
+    `weights` are `[K, n]`, a draw in each row; inputs `[B, inputs]`, targets `[B, outputs]`.
     """
     draws = weights.unsqueeze(0)
     below, outputs = network.forward(draws, inputs.unsqueeze(0))

@@ -14,11 +14,7 @@ Array = NDArray[np.float32]
 
 
 def require_box(observations: gymnasium.Space[Any], actions: gymnasium.Space[Any]) -> tuple[spaces.Box, spaces.Box]:
-    """Both spaces, if they are of real numbers in one dimension.
-
-    Raises:
-        TypeError: They are not; the dynamics of anything else are no regression.
-    """
+    """Both spaces, if they are of real numbers in one dimension: the dynamics of anything else are no regression."""
     for what, space in (("observations", observations), ("actions", actions)):
         if not isinstance(space, spaces.Box) or len(space.shape) != 1 or not np.issubdtype(space.dtype, np.floating):
             raise TypeError(
@@ -31,11 +27,7 @@ def require_box(observations: gymnasium.Space[Any], actions: gymnasium.Space[Any
 
 
 def require_on_policy(algorithm: object) -> OnPolicyAlgorithm:
-    """The algorithm, if it learns from whole rollouts, whose rewards can be changed before it does.
-
-    Raises:
-        TypeError: It does not.
-    """
+    """The algorithm, if it learns from whole rollouts, whose rewards can be changed before it does."""
     if not isinstance(algorithm, OnPolicyAlgorithm):
         raise TypeError(
             "a bonus is added to whole rollouts, so it needs an on-policy algorithm of stable-baselines3 (PPO, A2C, "
@@ -45,11 +37,7 @@ def require_on_policy(algorithm: object) -> OnPolicyAlgorithm:
 
 
 def require_finite(what: str, values: Array | NDArray[np.float64]) -> None:
-    """Nothing, if all numbers are finite.
-
-    Raises:
-        ValueError: They are not; which copy of the environment is to blame stands in the message.
-    """
+    """Raise ValueError where numbers are not finite, and say in which copy of the environment."""
     if not np.isfinite(values).all():
         copies = np.flatnonzero(~np.isfinite(values.reshape(len(values), -1)).all(1)).tolist()
         raise ValueError(f"the environment gave {what} that are NaN or infinite (copies {copies}); nothing was learned")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from numbers import Integral
 
@@ -71,14 +71,7 @@ class Draw:
 class DrawnWeights:
     """The mean, the weights that are drawn around it, and the random numbers: what is in the model's parameters.
 
-    Args:
-        structure: Where each parameter lies in the flat vectors.
-        parameters: The model's parameters, the same object for all flat vectors.
-        covariance: What the noise is multiplied with.
-        scale: √(λ/N).
-        generators: One for each replica.
-        executor: Runs a draw.
-        dtype: Of the flat vectors; parameters may be narrower.
+    `scale` is √(λ/N); flat vectors are of `dtype`, parameters may be narrower. There is a generator for each replica.
     """
 
     def __init__(
@@ -125,13 +118,10 @@ class DrawnWeights:
     def in_model(
         self, draw: Draw, capture: Capture | None, before: Callable[[], None], restore: bool
     ) -> Iterator[None]:
-        """Draw; inside, the weights are in the model, and layers are recorded; outside, the mean is.
+        """Draw; inside, the weights are in the model, and `capture` records layers, if any; outside, the mean is.
 
-        Args:
-            draw: Stands for it, and is over afterwards.
-            capture: Records the layers, if statistics are due.
-            before: Called when the numbers of the last draw are about to be overwritten.
-            restore: Without it the mean comes back only after a failure, since a step is to write it anyway.
+        `before` is called when the numbers of the last draw are about to be overwritten. Without `restore` the mean
+        comes back only after a failure, since a step is to write it anyway.
         """
         if self._covariance.noisy:
             before()
@@ -139,11 +129,8 @@ class DrawnWeights:
         self._draw()  # where this fails, the user's weights are still there
         self.current, failed = draw, True
         try:
-            if capture is None:
+            with capture or nullcontext():
                 yield
-            else:
-                with capture:
-                    yield
             failed = False
         finally:
             self.current = None

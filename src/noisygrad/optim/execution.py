@@ -59,12 +59,8 @@ class DirectExecutor(Executor):
 class Replay:
     """A piece of work that is recorded once it has run a few times, and replayed from then on.
 
-    Args:
-        work: What to do: a function of tensors that stay where they are.
-        device: The GPU that they are on.
-        generators: What it draws from, so that every replay has new numbers.
-        pool: Finds the memory of another graph that it may use, as the two never hold something for each other.
-        differentiates: Whether it calls autograd.
+    `work` is a function of tensors that stay where they are, draws from `generators`, and calls autograd if it
+    `differentiates`. `pool` finds the memory of another graph that it may use: the two hold nothing for each other.
     """
 
     def __init__(

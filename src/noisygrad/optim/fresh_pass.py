@@ -44,11 +44,7 @@ def evaluating_norms(model: nn.Module) -> Iterator[None]:
 
 
 class FirstExamples:
-    """Lets a model see the first examples of a batch: of every tensor it is called with that is as long as the first.
-
-    Args:
-        limit: How many; None for all.
-    """
+    """Lets a model see the first `limit` examples of a batch: of every tensor as long as the first; None for all."""
 
     def __init__(self, limit: int | None) -> None:
         self._limit = limit

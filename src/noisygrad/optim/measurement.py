@@ -148,16 +148,7 @@ class Accumulated:
 class BatchMeasurement:
     """Losses and Fisher statistics of batches; its state is how many examples there was memory for.
 
-    Args:
-        model: The user's own module.
-        structure: Its blocks.
-        fisher: The moving averages, which a measurement may have to know.
-        likelihood: What the outputs mean.
-        options: Which Fisher is taken, and of how many examples.
-        generators: Of the sampled targets.
-        guard: Is told of impossible targets, where nothing may wait for a check.
-        ranks: The processes that train together.
-        deferred: Whether checks are left to the guard.
+    The targets are sampled from `generators`. With `deferred` nothing may wait for a check: the guard is told.
     """
 
     def __init__(

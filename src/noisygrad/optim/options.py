@@ -73,8 +73,7 @@ class Options:
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}")
-        if not isinstance(self.fisher_floor, Real) or not 0 <= float(self.fisher_floor) < math.inf:
-            raise ValueError(f"fisher_floor must be at least 0, got {self.fisher_floor!r}")
+        not_negative("fisher_floor", self.fisher_floor)
         self.decay_at(1)
         self.clip_at(1)
         # Plain numbers, whatever they were given as: they go into files.
@@ -109,6 +108,12 @@ def positive(name: str, value: float) -> float:
     if not isinstance(value, Real) or not math.isfinite(value) or value <= 0:
         raise ValueError(f"{name} must be a positive number, got {value!r}")
     return value
+
+
+def not_negative(name: str, value: float) -> None:
+    """Raise a ValueError that names `value` if it is no finite number of at least 0."""
+    if not isinstance(value, Real) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be at least 0, got {value!r}")
 
 
 def fraction(name: str, value: float) -> float:
@@ -208,8 +213,7 @@ def _checked(pattern: str, settings: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"lr must be a number or a tensor without dimensions, got one of shape {list(lr.shape)}")
     positive("lr", float(lr) if isinstance(lr, Tensor) else lr)
     fraction("momentum", settings["momentum"])
-    if not isinstance(settings["damping"], Real) or not 0 <= float(settings["damping"]) < math.inf:
-        raise ValueError(f"damping must be at least 0, got {settings['damping']!r}")
+    not_negative("damping", settings["damping"])
     if not isinstance(settings["noise"], bool):
         raise ValueError(f"noise must be True or False, got {settings['noise']!r}")
     return settings

@@ -62,10 +62,7 @@ class OptimizerState:
             "generators": {str(i): generator.get_state() for i, generator in enumerate(self.weights.generators)},
             "likelihood": {name: tensor.detach().clone() for name, tensor in self.likelihood.state_dict().items()},
             "param_groups": [
-                {
-                    **{name: _plain(value) for name, value in group.items() if name != "params"},
-                    "params": numbers,
-                }
+                {**{name: _plain(value) for name, value in group.items()}, "params": numbers}
                 for group, numbers in zip(param_groups, _numbers(param_groups), strict=True)
             ],
         }
@@ -88,13 +85,8 @@ class OptimizerState:
         entries = self._entries()
         shapes = {name: shape for entry in entries for name, shape in entry.shapes().items()}
         theirs = {(order[int(number)], name): t for number, own in state["state"].items() for name, t in own.items()}
-        wrong = sorted(
-            {
-                key[1]
-                for key in shapes.keys() | theirs.keys()
-                if key not in shapes or key not in theirs or shapes[key] != theirs[key].shape
-            }
-        )
+        found = {key: tensor.shape for key, tensor in theirs.items()}
+        wrong = sorted({name for _, name in dict(shapes.items() ^ found.items())})
         if wrong:
             raise ValueError(
                 f"the state belongs to another model, other groups or another damping: {', '.join(wrong[:4])} "
@@ -241,13 +233,9 @@ class _Vector(_Entry):
 
 
 class _Record(_Entry):
-    """The tensors of a record, all under one parameter.
+    """The tensors of a record, all under the parameter of number `index`, their names behind `name`.
 
-    Args:
-        index: The parameter's number.
-        name: In front of the names that the record gives them.
-        record: The record.
-        owner: The block that knows in which order the numbers lie, if not in the usual one.
+    `owner` is the block that knows in which order the numbers lie, if not in the usual one.
     """
 
     def __init__(

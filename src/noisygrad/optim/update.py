@@ -70,12 +70,11 @@ class DeviceScalars:
                 mine["lr"].copy_(group["lr"])
             else:
                 self._send(f"lr {index}", mine["lr"], group["lr"])
-        if clip is not None and self.clip is None:
-            self.clip = self._like.new_zeros(())
-            self._known.pop("clip", None)
         if clip is None:
             self.clip = None
-        elif self.clip is not None:
+            self._known.pop("clip", None)
+        else:
+            self.clip = self._like.new_zeros(()) if self.clip is None else self.clip
             self._send("clip", self.clip, clip)
         self._send("rate", self.rate, rate)
 
@@ -90,21 +89,7 @@ class DeviceScalars:
 
 
 class Update:
-    """Makes the steps; owns the gradient and the momentum.
-
-    Args:
-        weights: The mean, which moves.
-        covariance: What the gradient is preconditioned with.
-        prior_centre: m₀, or None where it is 0.
-        measurement: Is asked to warn of layers without statistics.
-        guard: Decides whether a step may go on.
-        likelihood: Learns its noise along.
-        options: When statistics and factors are due, and the schedules.
-        gradient: Where the gradients of the parameters are gathered.
-        groups: The param groups.
-        ranks: The processes that train together.
-        executor: Runs what can be replayed.
-    """
+    """Makes the steps; owns the gradient and the momentum. `prior_centre` is m₀, or None where it is 0."""
 
     def __init__(
         self,

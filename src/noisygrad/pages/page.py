@@ -69,9 +69,9 @@ class Page:
         """Add paragraphs."""
         return self._add(*(f"<p>{html.escape(paragraph)}</p>" for paragraph in paragraphs))
 
-    def table(self, table: Drawn) -> Self:
-        """Add a table of results."""
-        return self._add(table.html())
+    def table(self, table: Drawn | None) -> Self:
+        """Add a table of results, if there is one."""
+        return self if table is None else self._add(table.html())
 
     def figure(self, figure: Figure, *, caption: str, alt: str) -> Self:
         """Add a figure; `alt` says in words what it shows."""

@@ -79,9 +79,6 @@ def train_replicas(
         execution: "eager"; "captured", as CUDA graphs; "compiled" by `torch.compile`, on a GPU captured as well; or
             "auto": compiled where the run is long enough and there is a compiler, else captured or eager.
         on_epoch: Called with the number of each finished epoch.
-
-    Raises:
-        ValueError: Where a shape or an argument is wrong.
     """
     if epochs < 1 or batch_size < 1:
         raise ValueError(f"epochs and batch_size must be at least 1; got {epochs} and {batch_size}")
@@ -101,8 +98,7 @@ def train_replicas(
             learner.anneal.fill_(1.0 if anneal is None else anneal(epoch))
             engine.begin_epoch(epoch)
             for _ in range(engine.steps_per_epoch):
-                engine.begin_step()
-                run.step(engine.refresh_due())
+                run.step(refresh=engine.begin_step())
             learner.end_epoch_()
             if on_epoch is not None:
                 on_epoch(epoch)
@@ -143,8 +139,8 @@ class _Engine:
         order = torch.stack(rows)[:, : self._used].to(self.learner.device)
         self._order.copy_((order + self._first_row).view_as(self._order))
 
-    def begin_step(self) -> None:
-        """Draw the noise of the next steps where none is left."""
+    def begin_step(self) -> bool:
+        """Draw the noise of the next steps where none is left; whether factors are due in this one."""
         self._steps += 1
         if self._noise_left == 0:
             for row, generator in zip(self._noise, self._streams.noise, strict=True):
@@ -152,11 +148,7 @@ class _Engine:
             self._noise_number.zero_()
             self._noise_left = self._ahead
         self._noise_left -= 1
-
-    def refresh_due(self) -> bool:
-        """Whether the learner's factors are due in this step: also in steps 1, 2, 4, … below their period."""
-        every = self.learner.refresh_every
-        return every > 0 and (self._steps % every == 0 or (self._steps < every and self._steps.bit_count() == 1))
+        return self.learner.refresh_due(self._steps)
 
     def gather(self) -> None:
         """The rows of the next step. Not compiled: Inductor spoils an index that it fuses with padding."""
@@ -195,7 +187,10 @@ class _Stepper:
             torch.compiler.reset()
 
         def prepared(*pieces: Callable[[], None]) -> Callable[[], None]:
-            work = _Work(pieces)
+            def work() -> None:
+                for piece in pieces:
+                    piece()
+
             return Replay(work, engine.learner.device) if graphs else work
 
         def built(piece: Callable[[], None]) -> Callable[[], None]:
@@ -223,17 +218,6 @@ class _Stepper:
         if refresh:
             self._refresh()
         self._move()
-
-
-@dataclass(frozen=True)
-class _Work:
-    """Pieces of work, one after the other."""
-
-    pieces: tuple[Callable[[], None], ...]
-
-    def __call__(self) -> None:
-        for piece in self.pieces:
-            piece()
 
 
 class _CompiledOrPlain:

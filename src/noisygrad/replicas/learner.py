@@ -21,8 +21,7 @@ class Learner(ABC):
 
     Attributes:
         replicas: R.
-        device: Where the state is.
-        dtype: Of the weights.
+        dtype: Of the weights, which are on `device`.
         anneal: A tensor `[1]` that the engine sets before each epoch; the learner multiplies its rates by it.
         refresh_every: `refresh_` is due in each step whose number this divides, and in steps 1, 2, 4, … below it; 0
             means never.
@@ -50,6 +49,11 @@ class Learner(ABC):
 
         No host synchronisation, no random numbers, no branch on a value; the state's tensors stay where they are.
         """
+
+    def refresh_due(self, step: int) -> bool:
+        """Whether `refresh_` is due in a step (1, 2, …): see `refresh_every`."""
+        every = self.refresh_every
+        return every > 0 and (step % every == 0 or (step < every and step.bit_count() == 1))
 
     def refresh_(self) -> None:
         """Recompute what several steps share, in place; where it is due, between `step_` and `move_`."""

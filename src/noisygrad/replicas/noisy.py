@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import get_args
 
 import torch
 import torch.nn.functional as F
@@ -53,19 +54,15 @@ class NoisySettings:
     def __post_init__(self) -> None:
         for name in ("lr", "kl_weight", "prior_variance", "mc_samples", "factor_every", "kl_clip"):
             value = getattr(self, name)
-            if name == "kl_clip" and value is None:
-                continue
-            if not (value > 0 and math.isfinite(value)):
+            if (name, value) != ("kl_clip", None) and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be positive and finite; got {value!r}")
         for name in ("mc_samples", "factor_every"):
             if not isinstance(getattr(self, name), int):
                 raise ValueError(f"{name} must be an integer; got {getattr(self, name)!r}")
-        if self.family not in FAMILIES:
-            raise ValueError(f"family must be one of {', '.join(FAMILIES)}; got {self.family!r}")
-        if self.damping_mode not in ("factored", "exact"):
-            raise ValueError(f'damping_mode must be "factored" or "exact"; got {self.damping_mode!r}')
-        if self.fisher_start not in ("forgotten", "fading"):
-            raise ValueError(f'fisher_start must be "forgotten" or "fading"; got {self.fisher_start!r}')
+        choices = {"family": FAMILIES, "damping_mode": get_args(DampingMode), "fisher_start": get_args(FisherStart)}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}")
         if not 0 <= self.momentum < 1 or not 0 <= self.fisher_decay < 1 or not self.damping >= 0:
             raise ValueError(
                 "momentum and fisher_decay must lie in [0, 1) and damping be at least 0; got "
@@ -199,21 +196,24 @@ class NoisyLearner(VariationalLearner):
     def kl(self) -> Tensor:
         """KL(q ‖ p) in nats, `[R]`, of the posterior that draws are made from."""
         scale = self.num_data / self.kl_weight
-        parts = []
+        parts = [
+            kl_divergence(precision, self._priors[block.name], block.vector(self.mean), scale)
+            for block, precision in self._drawn_from()
+        ]
+        return torch.stack(parts).sum(0)
+
+    def _drawn_from(self) -> Iterator[tuple[Block, Precision]]:
         for block in self.covariance.blocks:
             precision = self.covariance.factors[block.name].sampler
             assert isinstance(precision, Precision)
-            parts.append(kl_divergence(precision, self._priors[block.name], block.vector(self.mean), scale))
-        return torch.stack(parts).sum(0)
+            yield block, precision
 
     def layer_covariances(self, replica: int) -> list[FactoredCovariance | Tensor]:
         """λ/N times P⁻¹ of each layer."""
         if not self.settings.noise:
             raise ValueError("a point estimate (noise=False) has no covariance: train with noise=True")
         found: list[FactoredCovariance | Tensor] = []
-        for block in self.covariance.blocks:
-            precision = self.covariance.factors[block.name].sampler
-            assert isinstance(precision, Precision)
+        for _, precision in self._drawn_from():
             covariance = precision.layer_covariance()
             if isinstance(covariance, Tensor):
                 found += self.network.matrices(self._scale**2 * covariance[replica])

@@ -21,15 +21,8 @@ _AT_ONCE = 1 << 24
 class VariationalLearner(Learner):
     """R perceptrons with a posterior over their weights and Gaussian noise, of which each replica has its own.
 
-    Args:
-        network: Its shape.
-        likelihood: A fresh `Gaussian`; it is bound to the replicas.
-        num_data: N, of each replica.
-        kl_weight: λ.
-        mc_samples: Weight samples in each step.
-        generators: One for each replica, on the CPU: the source of the initial weights.
-        device: Where to train.
-        dtype: Of everything.
+    The `likelihood` must be fresh: it is bound to the replicas. The initial weights of each are drawn from its own of
+    the `generators`, which are on the CPU. `num_data` is that of each replica.
     """
 
     def __init__(
@@ -73,8 +66,7 @@ class VariationalLearner(Learner):
     def layer_covariances(self, replica: int) -> list[FactoredCovariance | Tensor]:
         """The covariance of each layer's weights [W | b] in one replica, as factors or as variances `[out, in]`.
 
-        Raises:
-            ValueError: It has no such form.
+        Raises ValueError where it has no such form.
         """
 
     def noise_shapes(self, batch_size: int) -> dict[str, tuple[int, ...]]:

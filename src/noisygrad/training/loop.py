@@ -189,8 +189,8 @@ class _Run:
             raise CheckpointError(f"{path} was saved by an earlier noisygrad; delete it to start afresh")
         ours: dict[str, Any] = {**self._settings, **({"seed": self.seeds} if seeded else {})}
         theirs = {**extra["settings"], "seed": extra["seeds"]}
-        self._compare(path, ours, {name: theirs.get(name) for name in ours})
-        self._compare(path, self._own, extra.get("own", {}))
+        _compare(path, ours, {name: theirs.get(name) for name in ours})
+        _compare(path, self._own, extra.get("own", {}))
         history = History.from_dict(extra["history"])
         if history.epochs > epochs:
             raise CheckpointError(
@@ -202,14 +202,6 @@ class _Run:
         self._set_random(extra["random"])
         return history
 
-    def _compare(self, path: Path, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-        for name in (*ours, *(name for name in theirs if name not in ours)):
-            if theirs.get(name) != ours.get(name):
-                raise CheckpointError(
-                    f"{path} is of a run with {name} = {theirs.get(name)}, this one has {ours.get(name)}: give the "
-                    "same, or delete it (or give resume=False) to start afresh"
-                )
-
     def _set_random(self, saved: list[dict[str, Any]]) -> None:
         """As this process was; among another number of processes as the first was, but for the optimiser's noise."""
         here = processes()
@@ -220,6 +212,15 @@ class _Run:
             if same or name != "optimizer":  # whose own state has seen to it that no two draw the same
                 for generator, state in zip(generators, states[name], strict=False):
                     generator.set_state(state.cpu())
+
+
+def _compare(path: Path, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    for name in dict.fromkeys((*ours, *theirs)):
+        if theirs.get(name) != ours.get(name):
+            raise CheckpointError(
+                f"{path} is of a run with {name} = {theirs.get(name)}, this one has {ours.get(name)}: give the same, "
+                "or delete it (or give resume=False) to start afresh"
+            )
 
 
 def _model(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> nn.Module:
@@ -246,12 +247,7 @@ def _noisy_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> Step:
 
 
 def _batches(
-    data: Data,
-    batch_size: int | None,
-    replicas: Sequence[int],
-    shuffle: bool,
-    drop_last: bool,
-    device: torch.device,
+    data: Data, batch_size: int | None, replicas: Sequence[int], shuffle: bool, drop_last: bool, device: torch.device
 ) -> TensorBatches | LoaderBatches:
     if isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
         x, y = data

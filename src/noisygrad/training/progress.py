@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from types import TracebackType
+from contextlib import ExitStack
 from typing import Self
 
 from rich.console import Console
@@ -22,16 +21,8 @@ _LINES = 20
 """How many lines a whole run writes where there is no terminal to draw a bar on."""
 
 
-class Reporter(AbstractContextManager["Reporter"]):
+class Reporter(ExitStack):
     """Says nothing; what the others are derived from."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
 
     def within(self, epochs: float) -> None:
         """So many epochs are done, in part; called after every batch, so it must cost nothing."""
@@ -44,6 +35,7 @@ class CallReporter(Reporter):
     """Hands each epoch to a function."""
 
     def __init__(self, function: Callable[[EpochRecord], None]) -> None:
+        super().__init__()
         self._function = function
 
     def finished(self, record: EpochRecord) -> None:
@@ -55,6 +47,7 @@ class Bar(Reporter):
     """A bar on a terminal."""
 
     def __init__(self, epochs: int, done: int, console: Console) -> None:
+        super().__init__()
         columns = (
             TextColumn("epoch {task.fields[epoch]}/{task.total:.0f}"),
             BarColumn(),
@@ -68,13 +61,8 @@ class Bar(Reporter):
         self._next = 0.0
 
     def __enter__(self) -> Self:
-        self._progress.start()
+        self.enter_context(self._progress)
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
 
     def within(self, epochs: float) -> None:
         """So many epochs are done, in part."""
@@ -95,6 +83,7 @@ class Lines(Reporter):
     """A line now and then, for a log."""
 
     def __init__(self, epochs: int, done: int, console: Console) -> None:
+        super().__init__()
         self._console = console
         self._every = max(1, epochs // _LINES)
         self._start, self._done = time.monotonic(), done

@@ -7,7 +7,7 @@ that choose by variance side by side; after each of nine acquisitions every netw
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from noisygrad.kernels.threads import one_thread
 from noisygrad.replicas.engine import Execution
 from noisygrad_paper.baselines.hmc import HMCSettings
 from noisygrad_paper.data import DataTable, load_table, standardised
-from noisygrad_paper.experiments.cells import Cell, Job
+from noisygrad_paper.experiments.cells import Cell, Job, Report
 from noisygrad_paper.experiments.changes import check_changes, named_after
 from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.few_labels import (
@@ -65,7 +65,6 @@ _KL_WEIGHT_ON: dict[str, dict[str, float]] = {"naval": {"NNG-FFG": 0.01, "NNG-MV
 # Shorter chains than those that others are judged by: they are run eighty at a time, ten times over.
 _HMC = HMCSettings(chains=10, warmup=300, samples=150, thin=3, extensions=2)
 
-Report = Callable[[float, str], None]
 
 __all__ = ["ACQUISITIONS", "DATA", "EXPERIMENT", "METHODS_HERE", "TRIALS", "plan", "run_job"]
 
@@ -89,9 +88,6 @@ def plan(
     """A job for each data set and method, HMC's first; its replicates are the trials.
 
     With `tuning` they are other trials; `changes` are other settings for them, and the jobs are named after those.
-
-    Raises:
-        ValueError: For a data set with too few rows, changes without tuning, or of a setting that a method has not.
     """
     if changes and not tuning:
         raise ValueError("settings are chosen on trials that the table does not use: ask for tuning")

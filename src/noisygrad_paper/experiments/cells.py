@@ -13,7 +13,7 @@ import numbers
 import os
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -25,6 +25,8 @@ from noisygrad_paper.experiments.locked_files import BINARY, locked, write_all
 Key: TypeAlias = tuple[str, str, int]
 """What a cell is known by within its experiment: data, method, replicate."""
 Metric: TypeAlias = float | list[float]
+Report: TypeAlias = Callable[[float, str], None]
+"""Called by a job at work: the fraction of it that is done, and a word on what it does."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
@@ -151,14 +153,19 @@ class Job:
             error=error,
         )
 
+    def cells(
+        self, experiment: str, figures: Iterable[Mapping[str, Any]], *, seconds: float, device: str
+    ) -> list[Cell]:
+        """The finished cells of all replicates in their order, each with its share of the seconds."""
+        share = seconds / len(self.replicates)
+        return [
+            self.cell(experiment, replicate, metrics, seconds=share, device=device)
+            for replicate, metrics in zip(self.replicates, figures, strict=True)
+        ]
+
 
 class Results:
-    """The stored cells of one experiment.
-
-    Args:
-        folder: Made when the first cell is stored.
-        experiment: Name of the experiment, and of its file without the ending.
-    """
+    """The stored cells of one experiment, in the file `folder`/`experiment`.jsonl, which the first of them makes."""
 
     def __init__(self, folder: str | Path, experiment: str) -> None:
         if not _NAME.fullmatch(experiment):
@@ -243,7 +250,7 @@ class Results:
             if (cell.data, cell.method) == (data, method) and cell.error is None and cell.config != config:
                 raise ConfigurationError(
                     f"{self.path} has cells of {data} {method} made by another configuration:\n"
-                    f"{_difference(cell.config, config)}\n"
+                    f"{difference(cell.config, config)}\n"
                     "Choose another folder with --results, go back to the stored configuration, or delete the file."
                 )
 
@@ -343,7 +350,7 @@ def _is_finite(value: Metric) -> bool:
     return all(map(math.isfinite, value if isinstance(value, list) else [value]))
 
 
-def _difference(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+def difference(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     """One line for every setting that differs."""
     theirs, ours = dict(_flat(stored)), dict(_flat(given))
     return "\n".join(

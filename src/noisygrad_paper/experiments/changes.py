@@ -9,11 +9,7 @@ Settings = Mapping[str, Any]
 
 
 def check_changes(method: str, possible: Settings, changes: Settings) -> None:
-    """Refuse a setting that a method has not, or of another kind than its own: text for a number, say.
-
-    Raises:
-        ValueError: The message lists the settings there are, or what kind is wanted.
-    """
+    """Refuse a setting that a method has not, or of another kind than its own: text for a number, say."""
     unknown = [name for name in changes if name not in possible]
     if unknown:
         raise ValueError(f"{method} has no setting {', '.join(unknown)}; it has {', '.join(possible) or 'none'}")

@@ -27,17 +27,9 @@ from noisygrad.optim.draw import BETWEEN_RANKS
 from noisygrad.training.history import EpochRecord, History
 from noisygrad.training.loop import train
 from noisygrad_paper.data.images import Images, load_images, load_out_of_distribution, subset
+from noisygrad_paper.experiments import calibration
 from noisygrad_paper.experiments.augmentation import random_crop
-from noisygrad_paper.experiments.calibration import (
-    accuracy_of,
-    by_draws,
-    measured,
-    nll_of_draws,
-    out_of_distribution,
-    under_corruption,
-    with_own_norm,
-)
-from noisygrad_paper.experiments.cells import Cell, Job
+from noisygrad_paper.experiments.cells import Cell, Job, Report
 from noisygrad_paper.experiments.changes import check_changes, named_after
 from noisygrad_paper.experiments.configurations import BF16, CONFIGURATIONS, LEARNED_NORM, full_name, has
 from noisygrad_paper.experiments.devices import device_name
@@ -63,8 +55,6 @@ _SOME = 1000
 """So many training images say how well each draw of the weights fits them, and what its batch statistics are."""
 DATA = ("cifar10", "mnist", "digits")
 
-Report = Callable[[float, str], None]
-
 
 def plan(
     data: str,
@@ -81,20 +71,9 @@ def plan(
 ) -> list[Job]:
     """One job for each method, configuration and seed, seed by seed.
 
-    Args:
-        data: "cifar10", "mnist" or "digits".
-        methods: Names of methods.
-        configurations: Of "plain", "D", "B" and "D+B".
-        seeds: How many trainings of each.
-        epochs: Instead of the data set's own number.
-        train_size: Only this many training images.
-        learned_norm: Learn the scales and shifts of batch normalisation, which the paper leaves at 1 and 0.
-        bf16: Let the network compute in bfloat16; weights, statistics and factors stay in float32.
-        validation: Measure on a tenth of the training images, held out, instead of the test images.
-        changes: Other settings of the methods, by name; the jobs are named after them. For validation alone.
-
-    Raises:
-        ValueError: For changes without validation, of a setting that a method does not have, or to an impossible value.
+    With `learned_norm` the scales and shifts of batch normalisation are learned, which the paper leaves at 1 and 0;
+    with `bf16` the network computes in bfloat16, but weights, statistics and factors stay in float32. `validation`
+    measures on a tenth of the training images, held out; for it alone there may be `changes`, which name the jobs.
     """
     if changes and not validation:
         raise ValueError("settings are chosen on images held out of the training part: ask for validation")
@@ -325,7 +304,7 @@ class Learning:
 
     def test_accuracy(self) -> float:
         """Of the network of mean weights, in per cent."""
-        return accuracy_of(self.network, self.x_test, self.y_test, self.normalise)
+        return calibration.accuracy_of(self.network, self.x_test, self.y_test, self.normalise)
 
     def figures(
         self, history: History, others: NDArray[np.uint8] | None, say: Callable[[str], None]
@@ -333,7 +312,7 @@ class Learning:
         """Everything a cell keeps; `say` is told what is under way."""
         posterior, samples = self.trainer.posterior(), self.config["test_samples"]
         say("test images")
-        found = measured(posterior, self.x_test, self.y_test, self.normalise, samples)
+        found = calibration.measured(posterior, self.x_test, self.y_test, self.normalise, samples)
         found["train_loss"] = list(history.loss)
         for name in ("loss_median", "loss_largest"):
             found[f"train_{name}"] = [each[name] for each in history.metrics]
@@ -342,18 +321,18 @@ class Learning:
         found["step_ms"] = 1e3 * sum(history.seconds) / (history.epochs * (len(self.x_train) // self.batch_size))
         if samples > 1 and self.data == "cifar10":
             say("many draws")
-            found |= by_draws(posterior, self.x_test, self.y_test, self.normalise)
+            found |= calibration.by_draws(posterior, self.x_test, self.y_test, self.normalise)
             some = self.x_train[:_SOME], self.y_train[:_SOME]
-            found["train_nll_of_draws"] = nll_of_draws(posterior, *some, self.normalise, samples)
+            found["train_nll_of_draws"] = calibration.nll_of_draws(posterior, *some, self.normalise, samples)
         if samples > 1 and self.config["batch_norm"]:
             seen = self.x_train[:_SOME]
-            found |= with_own_norm(posterior, self.x_test, self.y_test, self.normalise, samples, seen)
+            found |= calibration.with_own_norm(posterior, self.x_test, self.y_test, self.normalise, samples, seen)
         if others is not None:
             say("out-of-distribution images")
             unknown = torch.from_numpy(others).to(self.device)
-            found |= out_of_distribution(posterior, self.x_test, unknown, self.normalise, samples)
+            found |= calibration.out_of_distribution(posterior, self.x_test, unknown, self.normalise, samples)
         if self.data in ("cifar10", "digits"):
-            found |= under_corruption(posterior, self.x_test, self.y_test, self.normalise, samples, say=say)
+            found |= calibration.under_corruption(posterior, self.x_test, self.y_test, self.normalise, samples, say=say)
         return found
 
 

@@ -15,19 +15,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from noisygrad.kernels.threads import one_thread
 from noisygrad.replicas.engine import Execution, ReplicaGenerators, train_replicas
 from noisygrad.replicas.variational import VariationalLearner
 from noisygrad_paper.data import load_table, splits_of, standardised
-from noisygrad_paper.experiments.cells import Cell, Job
+from noisygrad_paper.experiments.cells import Cell, Job, Report
 from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.methods import UnknownMethodError, find_method
-from noisygrad_paper.experiments.regression import Report, problem_of
+from noisygrad_paper.experiments.regression import problem_of, tensor_for
 
 EXPERIMENT = "convergence"
 TUNING = "convergence-tuning"
@@ -83,11 +81,7 @@ def tuning_plan(
 
 
 def tuned_rates(cells: Sequence[Cell]) -> Rates:
-    """The step size with the highest mean ELBO at the end, of those with which no replicate diverged.
-
-    Raises:
-        ValueError: All step sizes of a method diverged.
-    """
+    """The step size with the highest mean ELBO at the end, of those with which no replicate diverged."""
     ends: dict[tuple[str, str], dict[float, list[float]]] = {}
     for cell in cells:
         method = cell.method.rpartition("/lr=")[0]
@@ -160,17 +154,8 @@ def run_job(
     """
     start = time.perf_counter()
     iterations, curves = _train(job, report, 1, data_dir, device, execution)
-    seconds = (time.perf_counter() - start) / len(job.replicates)
-    return [
-        job.cell(
-            EXPERIMENT,
-            replicate,
-            {"elbo": curve, "iterations": iterations, "lr": job.config["lr"]},
-            seconds=seconds,
-            device=device_name(device),
-        )
-        for replicate, curve in zip(job.replicates, curves, strict=True)
-    ]
+    figures = ({"elbo": curve, "iterations": iterations, "lr": job.config["lr"]} for curve in curves)
+    return job.cells(EXPERIMENT, figures, seconds=time.perf_counter() - start, device=device_name(device))
 
 
 def run_tuning(
@@ -180,18 +165,9 @@ def run_tuning(
     start = time.perf_counter()
     epochs = job.config["epochs"]
     _, curves = _train(job, report, epochs - max(1, epochs // _LAST) + 1, data_dir, device, execution)
-    seconds = (time.perf_counter() - start) / len(job.replicates)
-    ends = [statistics.fmean(curve) for curve in curves]
-    return [
-        job.cell(
-            TUNING,
-            replicate,
-            {"elbo": end, "diverged": 0} if math.isfinite(end) else {"diverged": 1},
-            seconds=seconds,
-            device=device_name(device),
-        )
-        for replicate, end in zip(job.replicates, ends, strict=True)
-    ]
+    ends = map(statistics.fmean, curves)
+    figures = ({"elbo": end, "diverged": 0} if math.isfinite(end) else {"diverged": 1} for end in ends)
+    return job.cells(TUNING, figures, seconds=time.perf_counter() - start, device=device_name(device))
 
 
 def _train(
@@ -207,7 +183,7 @@ def _train(
         learner = find_method(base).learner(config, data, streams.start, device)
         if not isinstance(learner, VariationalLearner):
             raise TypeError(f"{base} has no ELBO; expected a method with a posterior over the weights")
-        x, y = (_tensor(array, learner) for array in (data.x_train, data.y_train))
+        x, y = (tensor_for(learner, array) for array in (data.x_train, data.y_train))
         steps = x.shape[1] // min(config["batch_size"], x.shape[1])
         iterations: list[int] = []
         found: list[Tensor] = []
@@ -230,25 +206,3 @@ def _train(
             on_epoch=on_epoch,
         )
     return iterations, torch.stack(found, dim=1).tolist()
-
-
-def _tensor(array: NDArray[np.float64], learner: VariationalLearner) -> Tensor:
-    return torch.from_numpy(array).to(device=learner.device, dtype=learner.dtype)
-
-
-__all__ = [
-    "CHANGES",
-    "DATA",
-    "EXPERIMENT",
-    "ITERATIONS",
-    "RATES",
-    "REPLICATES",
-    "TUNING",
-    "TUNING_REPLICATES",
-    "Rates",
-    "plan",
-    "run_job",
-    "run_tuning",
-    "tuned_rates",
-    "tuning_plan",
-]

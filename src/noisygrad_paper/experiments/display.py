@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import fmean
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
@@ -32,17 +32,17 @@ def cost_of(job: Job) -> float:
 class Display:
     """Keeps count, and says lines of text; the others also show how far the run is.
 
-    Args:
-        announce: Takes the lines of text; they go to the error stream by default.
-        total: Cells of the plan.
-        done: Those that are stored.
-        cost: Of all jobs that are left.
+    Of `total` cells `done` are stored. `cost` is that of the jobs left. Text goes to the error stream by default.
     """
+
+    _pause: ClassVar[float] = 0.0
+    """Seconds between two looks at what is at work."""
 
     def __init__(self, announce: Announce | None, total: int, done: int, cost: float) -> None:
         self.console = Console(file=sys.stderr, highlight=False, markup=False, soft_wrap=True)
         self.announce, self.total, self.done = announce, total, done
         self._cost, self._spent, self._start = cost, 0.0, time.monotonic()
+        self._next = self._start + self._pause
         self._at_work: dict[_Key, tuple[Job, float, str]] = {}
         """Jobs with the fraction that is done and a word on what they do."""
         self._ended: set[_Key] = set()
@@ -57,7 +57,8 @@ class Display:
         with self._lock:
             if (key := _key(job)) not in self._ended:
                 self._at_work[key] = job, min(max(fraction, 0.0), 1.0), text
-                self._show_work()
+                if time.monotonic() >= self._next:
+                    self._show_work()
 
     def finished(self, job: Job, cells: Sequence[Cell]) -> None:
         """A job has ended, with cells or without."""
@@ -98,21 +99,16 @@ class Display:
 class LineDisplay(Display):
     """For a log: a line per finished job, and now and then one on those at work."""
 
-    def __init__(self, announce: Announce | None, total: int, done: int, cost: float) -> None:
-        super().__init__(announce, total, done, cost)
-        self._next = time.monotonic() + _LINE_SECONDS
+    _pause: ClassVar[float] = _LINE_SECONDS
 
     def _show_work(self) -> None:
-        if time.monotonic() >= self._next:
-            self._line(self.at_work())
+        self._show_end(self.at_work())
 
     def _show_end(self, text: str) -> None:
-        if text:
-            self._line(text)
-
-    def _line(self, text: str) -> None:
+        if not text:
+            return
         now, left = time.monotonic(), self.left()
-        self._next = now + _LINE_SECONDS
+        self._next = now + self._pause
         self.say(
             f"{self.done}/{self.total} cells  {text}  {duration(now - self._start)}"
             + (f", {duration(left)} left" if left else "")
@@ -121,6 +117,8 @@ class LineDisplay(Display):
 
 class BarDisplay(Display):
     """A bar on a terminal."""
+
+    _pause: ClassVar[float] = _EVERY_SECONDS
 
     def __init__(self, announce: Announce | None, total: int, done: int, cost: float) -> None:
         super().__init__(announce, total, done, cost)
@@ -135,18 +133,14 @@ class BarDisplay(Display):
         self._task = self.progress.add_task("", total=cost or 1.0, cells=f"{done}/{total}", end=None)
         self._last, self._next = "", 0.0
 
-    def _show_work(self) -> None:
-        if time.monotonic() >= self._next:
-            self._move()
-
     def _show_end(self, text: str) -> None:
         if text:
             self._last = f"last: {text}"
-        self._move()
+        self._show_work()
 
-    def _move(self) -> None:
+    def _show_work(self) -> None:
         now, left = time.monotonic(), self.left()
-        self._next = now + _EVERY_SECONDS
+        self._next = now + self._pause
         self.progress.update(
             self._task,
             completed=self.spent(),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -20,34 +20,15 @@ import torch
 from numpy.typing import NDArray
 from stable_baselines3.common.callbacks import BaseCallback
 
-from noisygrad.exploration import (
-    Bonus,
-    Dynamics,
-    DynamicsSettings,
-    GainBonus,
-    IntrinsicReward,
-    ReplayPool,
-    Transitions,
-)
+from noisygrad.exploration import Bonus, Dynamics, DynamicsSettings, GainBonus, IntrinsicReward, ReplayPool, Transitions
 from noisygrad.kernels.threads import one_thread
 from noisygrad.replicas.noisy import NoisySettings
 from noisygrad_paper.baselines.bbb import BBBSettings
 from noisygrad_paper.environments import TASKS
-from noisygrad_paper.experiments.cells import Cell, Job
+from noisygrad_paper.experiments import exploration_conditions as conditions
+from noisygrad_paper.experiments.cells import Cell, Job, Report
 from noisygrad_paper.experiments.changes import check_changes, named_after
 from noisygrad_paper.experiments.devices import device_name
-from noisygrad_paper.experiments.exploration_conditions import (
-    ALONE,
-    BLOCKWISE,
-    EXPERIMENT,
-    ITERATIONS,
-    METHODS,
-    MORE_METHODS,
-    NORM,
-    PARTS,
-    TUNING,
-    usual_seeds,
-)
 from noisygrad_paper.exploration import MODELS, NoBonus, SquaredNorm, paper_trpo
 
 _TOGETHER = 10
@@ -56,11 +37,10 @@ _BATCH = 5000
 _FIRST_SEED = 100
 """Those before were used to choose the settings of the models."""
 # Seconds of an iteration, for the estimate of the time left.
-_COST = {ALONE: 0.25, NORM: 0.26}
+_COST = {conditions.ALONE: 0.25, conditions.NORM: 0.26}
 _MODEL_COST = 0.45
 
 Config = dict[str, Any]
-Report = Callable[[float, str], None]
 
 
 def plan(
@@ -75,17 +55,8 @@ def plan(
 ) -> list[Job]:
     """The jobs of a run, the cheap ones first.
 
-    Args:
-        tasks: Names of tasks.
-        methods: Names of conditions.
-        seeds: How many; by default 10, and more of those that are compared.
-        iterations: Of TRPO, instead of each task's own number.
-        seed: The first one.
-        tuning: With seeds that the figure does not use.
-        changes: Other settings of the models, by name; the jobs are named after them. For tuning alone.
-
-    Raises:
-        ValueError: A name is unknown, a number is not positive, or there are changes without tuning.
+    There are 10 `seeds` by default, and more of conditions that are compared; `seed` is the first. `tuning` is with
+    seeds that the figure does not use; for it alone there may be `changes` of the models, which name the jobs.
     """
     if tuning and (seeds or 0) > _FIRST_SEED:
         raise ValueError(f"tuning has {_FIRST_SEED} seeds, since the figure has the next ones; got {seeds}")
@@ -96,13 +67,13 @@ def plan(
             raise ValueError(f"{name} must be at least 1; got {value}")
     jobs = []
     for task in tasks:
-        if task not in ITERATIONS:
-            raise ValueError(f"there is no task {task!r}; there are {', '.join(ITERATIONS)}")
+        if task not in conditions.ITERATIONS:
+            raise ValueError(f"there is no task {task!r}; there are {', '.join(conditions.ITERATIONS)}")
         for method in methods:
             config = _config(method, changes or {})
-            config |= {"iterations": iterations or ITERATIONS[task], "batch": _BATCH, "seed": seed}
+            config |= {"iterations": iterations or conditions.ITERATIONS[task], "batch": _BATCH, "seed": seed}
             config |= {"tuning": True} if tuning else {}
-            count = seeds or usual_seeds(task, method)
+            count = seeds or conditions.usual_seeds(task, method)
             cost = config["iterations"] * _COST.get(method, _MODEL_COST)
             name = named_after(method, changes or {})
             jobs += [
@@ -119,14 +90,15 @@ def _groups(numbers: range) -> Iterator[range]:
 
 def _config(method: str, changes: Config | None = None) -> Config:
     """The settings of a condition: `{}` for TRPO alone; `changes` may name those of the bonus, the model or its fit."""
-    if method not in (*METHODS, *MORE_METHODS):
-        raise ValueError(f"there is no condition {method!r}; there are {', '.join((*METHODS, *MORE_METHODS))}")
+    known = (*conditions.METHODS, *conditions.MORE_METHODS)
+    if method not in known:
+        raise ValueError(f"there is no condition {method!r}; there are {', '.join(known)}")
     config: Config = {}
-    if method != ALONE:
+    if method != conditions.ALONE:
         config |= {"weight": 1e-4, "window": 10, "capacity": 100_000, "minimum": 500}
-    if method not in (ALONE, NORM):
-        covariance = "blockwise" if method.endswith(BLOCKWISE) else "exact"
-        model = asdict(MODELS[method.removeprefix("TRPO+").removesuffix(BLOCKWISE)])
+    if method not in (conditions.ALONE, conditions.NORM):
+        covariance = "blockwise" if method.endswith(conditions.BLOCKWISE) else "exact"
+        model = asdict(MODELS[method.removeprefix("TRPO+").removesuffix(conditions.BLOCKWISE)])
         config |= {"model": model, "samples": 10, "covariance": covariance}
     groups = [config, *([config["model"], config["model"]["fit"]] if "model" in config else [])]
     # Where two have a setting of one name, the outer one is meant.
@@ -157,15 +129,9 @@ def run_job(job: Job, report: Report) -> list[Cell]:
         for number in range(iterations):
             group.iterate()
             report((number + 1) / iterations, f"iteration {number + 1} of {iterations}")
-    seconds = (time.perf_counter() - start) / len(job.replicates)
-    return [
-        job.cell(_experiment(job), agent.replicate, agent.metrics(), seconds=seconds, device=device_name("cpu"))
-        for agent in group.agents
-    ]
-
-
-def _experiment(job: Job) -> str:
-    return TUNING if "tuning" in job.config else EXPERIMENT
+    experiment = conditions.TUNING if "tuning" in job.config else conditions.EXPERIMENT
+    figures = (agent.metrics() for agent in group.agents)
+    return job.cells(experiment, figures, seconds=time.perf_counter() - start, device=device_name("cpu"))
 
 
 class _Group:
@@ -213,7 +179,7 @@ class _Agent:
     def __init__(self, job: Job, replicate: int, seed: int, bonus: Bonus) -> None:
         self.replicate = replicate
         self.bonus = _Timed(bonus)
-        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.seconds = dict.fromkeys(conditions.PARTS, 0.0)
         self._batch = job.config["batch"]
         self._random = _Randomness()
         options = {name: job.config[name] for name in ("weight", "window") if name in job.config}

@@ -7,7 +7,7 @@ momentum, damping or trust region, and α̃ = β̃ = 0.01, as in the paper; what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -27,9 +27,9 @@ from noisygrad.replicas.variational import VariationalLearner
 from noisygrad_paper.baselines.hmc import HMC, HMCPosterior, HMCSettings
 from noisygrad_paper.baselines.pbp import PBP
 from noisygrad_paper.data.tables import DataTable
+from noisygrad_paper.experiments.cells import Report
 
 Config = dict[str, Any]
-Report = Callable[[float, str], None]
 
 DATA = ("boston", "concrete", "energy", "kin8nm", "naval", "power", "wine", "yacht")
 LABELLED, OTHERS = 20, 100
@@ -47,11 +47,7 @@ class Trial:
 
 
 def trial(table: DataTable, seed: int, pool: int = 0) -> Trial:
-    """The rows of a trial, of which the first `LABELLED` and the next `OTHERS` are taken in random order.
-
-    Raises:
-        ValueError: Where the table has too few rows for that and a pool of this many.
-    """
+    """The rows of a trial, of which the first `LABELLED` and the next `OTHERS` are taken in random order."""
     needed = LABELLED + OTHERS + pool
     if table.rows < needed:
         raise ValueError(

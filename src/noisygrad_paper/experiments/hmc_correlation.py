@@ -7,7 +7,7 @@ so each method is computed by itself; correlations with HMC are taken when they 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from noisygrad.kernels.threads import one_thread
 from noisygrad.replicas.engine import Execution
 from noisygrad_paper.data import load_table, standardised
-from noisygrad_paper.experiments.cells import Cell, Job
+from noisygrad_paper.experiments.cells import Cell, Job, Report
 from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.few_labels import DATA, METHODS, FewPoints, trial
 
@@ -30,7 +30,6 @@ _SAMPLES = 10_000
 _ONCE = ("HMC", "ridge")
 _DIGITS = 6
 
-Report = Callable[[float, str], None]
 TRUTH = "HMC"
 
 __all__ = ["DATA", "EXPERIMENT", "TRIALS", "compare", "plan", "run_job"]
@@ -45,11 +44,7 @@ def plan(
     data_dir: str | Path | None = None,
     seed: int = 0,
 ) -> list[Job]:
-    """A job for each data set and method; its replicates are the trials.
-
-    Raises:
-        ValueError: For a data set with too few rows.
-    """
+    """A job for each data set and method; its replicates are the trials."""
     jobs = []
     for name in data:
         trial(load_table(name, data_dir), 0)
@@ -80,21 +75,15 @@ def run_job(
         mean, variance = fitted.moments(others)
         figures = {name: values.unflatten(0, (-1, repeats)) for name, values in fitted.diagnostics().items()}
     mean, variance = (part.cpu().unflatten(0, (-1, repeats)) for part in (mean, variance))
-    seconds = (time.perf_counter() - start) / len(job.replicates)
-    return [
-        job.cell(
-            EXPERIMENT,
-            number,
-            {
-                **{f"variance_{k}": _short(variance[index, k]) for k in range(repeats)},
-                **{f"mean_{k}": _short(mean[index, k]) for k in range(repeats)},
-                **{name: float(values[index].mean()) for name, values in figures.items()},
-            },
-            seconds=seconds,
-            device=device_name(device),
-        )
-        for index, number in enumerate(job.replicates)
-    ]
+    found = (
+        {
+            **{f"variance_{k}": _short(variance[index, k]) for k in range(repeats)},
+            **{f"mean_{k}": _short(mean[index, k]) for k in range(repeats)},
+            **{name: float(values[index].mean()) for name, values in figures.items()},
+        }
+        for index in range(len(job.replicates))
+    )
+    return job.cells(EXPERIMENT, found, seconds=time.perf_counter() - start, device=device_name(device))
 
 
 def _short(values: torch.Tensor) -> list[float]:

@@ -32,6 +32,9 @@ Config = dict[str, Any]
 METHODS = ("SGD", "K-FAC", "K-FAC+WD", "BBB", "noisy-Adam", "noisy-K-FAC")
 _CIFAR_PRIOR = {"plain": (0.5, 0.1, 1e-3), "D": (0.1, 0.1, 1e-3), "B": (0.5, 1.0, 1e-2), "D+B": (0.1, 1.0, 1e-2)}
 """λ, η and the trust region c₀ of the released configurations."""
+_FISHER = ("fisher_decay", "fisher_start", "fisher_floor", "stats_every", "factor_every")
+_GIVEN = ("lr", "kl_weight", "damping", "momentum", "noise", *_FISHER)
+"""Settings that an optimiser is given under their own names."""
 
 
 class UnknownImageMethodError(ValueError):
@@ -52,22 +55,10 @@ def settings(method: str, configuration: str) -> Config:
             f"there is no configuration {configuration!r}; the configurations are {', '.join(CONFIGURATIONS)}"
         )
     kl_weight, prior_variance, clip = _CIFAR_PRIOR[configuration]
-    natural: Config = {
-        "lr": 0.01,
-        "lr_drops": [],
-        "momentum": 0.9,
-        "damping": 1e-3,
-        "fisher_decay": 0.99,
-        "fisher_start": "fading",
-        "stats_every": 10,
-        "factor_every": 200,
-        "kl_clip": clip,
-        "kl_clip_decay": 0.95,
-        "kl_weight": kl_weight,
-        "prior_variance": prior_variance,
-        "noise": True,
-        "test_samples": 10,
-    }
+    natural: Config = {"lr": 0.01, "lr_drops": [], "momentum": 0.9, "damping": 1e-3, "kl_weight": kl_weight}
+    natural |= {"fisher_decay": 0.99, "fisher_start": "fading", "stats_every": 10, "factor_every": 200}
+    natural |= {"kl_clip": clip, "kl_clip_decay": 0.95, "prior_variance": prior_variance}
+    natural |= {"noise": True, "test_samples": 10}
     if method == "SGD":
         return {"lr": 0.02, "lr_drops": [0.5, 0.75], "momentum": 0.9, "test_samples": 1}
     if method == "BBB":
@@ -99,11 +90,7 @@ def schedule(optimizer: torch.optim.Optimizer, config: Config) -> torch.optim.lr
 
 
 def check_settings(method: str, config: Config) -> None:
-    """Refuse values that a training could not start with, by starting one on the smallest network there is.
-
-    Raises:
-        ValueError: In the words of whatever is given the value.
-    """
+    """Refuse values that a training could not start with, by starting one on the smallest network there is."""
     if config["test_samples"] < 1:
         raise ValueError("test_samples must be at least 1: a prediction needs a draw of the weights")
     if not all(isinstance(share, int | float) and 0 < share <= 1 for share in config["lr_drops"]):
@@ -168,25 +155,17 @@ def make_trainer(
         return _bbb(task)
     kind = NoisyAdam if method == "noisy-Adam" else NoisyKFAC
     start, decay = config["kl_clip"], config["kl_clip_decay"]
+    given = {name: config[name] for name in _GIVEN}
     optimizer = kind(
         model,
         Categorical(),
         num_data=num_data,
-        lr=config["lr"],
-        kl_weight=config["kl_weight"],
         prior_variance=math.inf if config["prior_variance"] is None else config["prior_variance"],
-        damping=config["damping"],
-        fisher_decay=config["fisher_decay"],
-        fisher_start=config["fisher_start"],
-        fisher_floor=config["fisher_floor"],
-        momentum=config["momentum"],
         momentum_mode="heavy_ball",
-        stats_every=config["stats_every"],
-        factor_every=config["factor_every"],
         kl_clip=lambda step: start * decay ** ((step - 1) // steps_per_epoch),
-        noise=config["noise"],
         fisher_pass="fresh",
         seed=seed,
+        **given,
     )
     return Trainer(optimizer, CapturedStep(optimizer, closure, prepare), optimizer.posterior)
 
@@ -225,16 +204,8 @@ def _sgd(task: _Task) -> Trainer:
 
 
 def _bbb(task: _Task) -> Trainer:
-    optimizer = BayesByBackprop(
-        task.network,
-        Categorical(),
-        num_data=task.num_data,
-        lr=task.config["lr"],
-        kl_weight=task.config["kl_weight"],
-        prior_variance=task.config["prior_variance"],
-        initial_std=task.config["initial_std"],
-        seed=task.seed,
-    )
+    given = {name: task.config[name] for name in ("lr", "kl_weight", "prior_variance", "initial_std")}
+    optimizer = BayesByBackprop(task.network, Categorical(), num_data=task.num_data, seed=task.seed, **given)
     step = _replayed(optimizer, task, lambda: optimizer.step(task.closure), optimizer.generator)
     return Trainer(optimizer, step, optimizer.posterior)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -29,7 +29,7 @@ from noisygrad.replicas.noisy import NoisyLearner, NoisySettings
 from noisygrad.replicas.perceptrons import Perceptrons
 from noisygrad.versions import versions
 from noisygrad_paper.data import Standardised, load_table, standardised
-from noisygrad_paper.experiments.cells import ConfigurationError, ResultsError
+from noisygrad_paper.experiments.cells import ConfigurationError, ResultsError, difference
 from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.regression import annealing
 
@@ -43,7 +43,6 @@ FAMILIES: dict[str, str] = {
 BOUNDARIES = "boundaries"
 """Name of the array with the places where layers begin and end."""
 
-Matrix: TypeAlias = NDArray[np.float32]
 Report: TypeAlias = Callable[[str, int], None]
 """Called after each epoch with the method and the number of the epoch."""
 
@@ -94,9 +93,7 @@ class PrecisionConfig:
 def missing(config: PrecisionConfig, results: Path, *, force: bool = False) -> list[str]:
     """The methods whose matrices are not in the results folder yet; all of them with `force`.
 
-    Raises:
-        ConfigurationError: The matrices there were made by another configuration.
-        ResultsError: The file of settings there cannot be read.
+    Raises ConfigurationError where they were made by another configuration, ResultsError where it cannot be read.
     """
     arrays, about = _paths(results)
     if force or not (arrays.is_file() and about.is_file()):
@@ -104,7 +101,7 @@ def missing(config: PrecisionConfig, results: Path, *, force: bool = False) -> l
     stored = _read(about)
     if stored["config"] != config.plain():
         raise ConfigurationError(
-            f"{arrays} was made by another configuration:\n{_difference(stored['config'], config.plain())}\n"
+            f"{arrays} was made by another configuration:\n{difference(stored['config'], config.plain())}\n"
             "Choose another folder with --results, go back to the stored configuration, or replace it with --force."
         )
     with np.load(arrays, allow_pickle=False) as file:
@@ -230,20 +227,3 @@ def _read(about: Path) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError) as reason:
         raise ResultsError(f"{about} is not a description of precision matrices ({reason}): delete it") from reason
     return stored
-
-
-def _difference(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str:
-    theirs, ours = dict(_flat(stored)), dict(_flat(given))
-    return "\n".join(
-        f"  {name}: stored {theirs.get(name, 'not set')}, now {ours.get(name, 'not set')}"
-        for name in sorted(theirs.keys() | ours.keys())
-        if theirs.get(name) != ours.get(name)
-    )
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", json.dumps(value)

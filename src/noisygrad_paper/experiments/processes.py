@@ -22,11 +22,7 @@ _PATIENCE = timedelta(minutes=10)
 
 @contextmanager
 def join_processes(device: str) -> Iterator[Processes]:
-    """Inside, the processes that `torchrun` has started work together; without it there is this one alone.
-
-    Raises:
-        ValueError: There is no GPU for this process, or all of them were given the same.
-    """
+    """Inside, the processes that `torchrun` has started work together; without it there is this one alone."""
     together = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
     if together:
         if device.startswith("cuda"):

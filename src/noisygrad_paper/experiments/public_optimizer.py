@@ -7,6 +7,7 @@ this learner shows that they give the same results on whole trainings, too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import ClassVar
 
 import torch
@@ -46,24 +47,10 @@ class OptimizerLearner(Learner):
         self.model = model.to(device=self.device, dtype=dtype)
         self._load_(network, network.initial(generators, dtype, self.device))
         seeds = [int(torch.randint(2**62, (), generator=generator).item()) for generator in generators]
-        self.optimizer = ng.NoisyKFAC(
-            self.model,
-            likelihood,
-            num_data=num_data,
-            lr=settings.lr,
-            kl_weight=settings.kl_weight,
-            prior_variance=settings.prior_variance,
-            damping=settings.damping,
-            damping_mode=settings.damping_mode,
-            fisher_decay=lambda step: 1.0 - (1.0 - settings.fisher_decay) * float(self.anneal),
-            fisher_start=settings.fisher_start,
-            momentum=settings.momentum,
-            stats_every=1,
-            factor_every=settings.factor_every,
-            kl_clip=settings.kl_clip,
-            mc_samples=settings.mc_samples,
-            seed=seeds,
-        )
+        own = asdict(settings)
+        del own["family"], own["noise"]
+        own["fisher_decay"] = lambda step: 1.0 - (1.0 - settings.fisher_decay) * float(self.anneal)
+        self.optimizer = ng.NoisyKFAC(self.model, likelihood, num_data=num_data, stats_every=1, seed=seeds, **own)
 
     def _load_(self, network: Perceptrons, flat: Tensor) -> None:
         """The weights of `network`, `[R, n]`, into the model."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from noisygrad.replicas.learner import Learner
 from noisygrad.replicas.variational import VariationalLearner
 from noisygrad_paper.data import DataTable, Split, Standardised, load_table, splits_of, standard_splits, standardised
 from noisygrad_paper.data.own_csv import read_csv_table
-from noisygrad_paper.experiments.cells import Cell, Job
+from noisygrad_paper.experiments.cells import Cell, Job, Report
 from noisygrad_paper.experiments.changes import check_changes, named_after
 from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.methods import Problem, find_method
@@ -44,8 +44,6 @@ _WIDE = ("protein", "year")
 OWN_SPLITS = 20
 _HELD_OUT = 0.2
 
-Report = Callable[[float, str], None]
-
 
 def plan(
     data: Sequence[str],
@@ -61,16 +59,8 @@ def plan(
 ) -> list[Job]:
     """The jobs of a run, the cheap ones first.
 
-    Args:
-        data: Names of data sets; with `csv`, its name.
-        methods: Names of methods.
-        epochs: Instead of each method's own.
-        splits: Only the first splits, this many, of each set.
-        data_dir: Where the data lie.
-        csv: A file of the user's own and its target column.
-        seed: Of all random numbers; a replicate's seed follows from it.
-        validation: Measure on a fifth of each training part, held out of it, instead of the test rows.
-        settings: Instead of each method's own, by name; the jobs are named after them. For validation alone.
+    `csv` is a file of the user's own with its target column. `validation` measures on a fifth of each training part,
+    held out of it, instead of the test rows; for it alone there may be other `settings`, which name the jobs.
     """
     if settings and not validation:
         raise ValueError("settings are chosen on rows held out of the training part: ask for validation")
@@ -126,17 +116,10 @@ def run_job(
         data = standardised(table, [splits[replicate] for replicate in job.replicates], ones=job.config.get("ones", ()))
         learner, streams = fit(job, data, device, execution, report)
         metrics = measure(learner, data, streams, job.config["test_samples"])
-        seconds = (time.perf_counter() - start) / len(job.replicates)
-    return [
-        job.cell(
-            VALIDATION if validation else EXPERIMENT,
-            replicate,
-            {name: float(values[index]) for name, values in metrics.items()},
-            seconds=seconds,
-            device=device_name(device),
-        )
-        for index, replicate in enumerate(job.replicates)
-    ]
+        seconds = time.perf_counter() - start
+    figures = ({name: float(values[i]) for name, values in metrics.items()} for i in range(len(job.replicates)))
+    experiment = VALIDATION if validation else EXPERIMENT
+    return job.cells(experiment, figures, seconds=seconds, device=device_name(device))
 
 
 def fit(
@@ -146,7 +129,7 @@ def fit(
     config, epochs = job.config, job.config["epochs"]
     streams = ReplicaGenerators.of([config["seed"] * 1000 + replicate for replicate in job.replicates], device)
     learner = find_method(job.method.partition(" ")[0]).learner(config, data, streams.start, device)
-    x, y = (_tensor(array, learner) for array in (data.x_train, data.y_train))
+    x, y = (tensor_for(learner, array) for array in (data.x_train, data.y_train))
     every = max(1, epochs // 200)
 
     def on_epoch(epoch: int) -> None:
@@ -176,7 +159,7 @@ def annealing(epoch: int, *, epochs: int, factor: float | str) -> float:
 
 def measure(learner: Learner, data: Standardised, streams: ReplicaGenerators, samples: int) -> dict[str, Tensor]:
     """Figures of each replica, in the unit of the target: `[R]` by name."""
-    x, y, std = (_tensor(array, learner) for array in (data.x_test, data.y_test, data.y_std))
+    x, y, std = (tensor_for(learner, array) for array in (data.x_test, data.y_test, data.y_std))
     prediction = learner.predict(x, samples, streams.test)
     errors = (prediction.mean - y).squeeze(-1)
     found = {
@@ -200,7 +183,8 @@ def held_out(split: Split) -> Split:
     return train[:kept], train[kept:]
 
 
-def _tensor(array: np.ndarray[Any, Any], learner: Learner) -> Tensor:
+def tensor_for(learner: Learner, array: np.ndarray[Any, Any]) -> Tensor:
+    """The array as the learner computes, where it does."""
     return torch.from_numpy(array).to(device=learner.device, dtype=learner.dtype)
 
 

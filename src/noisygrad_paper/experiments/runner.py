@@ -20,12 +20,10 @@ from typing import Any, Literal, TypeAlias
 import joblib
 
 from noisygrad.kernels.threads import one_thread
-from noisygrad_paper.experiments.cells import Cell, Job, Results
+from noisygrad_paper.experiments.cells import Cell, Job, Report, Results
 from noisygrad_paper.experiments.display import Announce, Display, cost_of, shown
 from noisygrad_paper.experiments.notes import ProgressFile, notes_read
 
-Report: TypeAlias = Callable[[float, str], None]
-"""Called by a job at work: the fraction of it that is done, and a word on what it does."""
 Work: TypeAlias = Callable[[Job, Report], list[Cell]]
 """Computes the cells of a job, one per replicate; at the top of a module, so that other processes can import it."""
 Backend: TypeAlias = Literal["local", "joblib", "dask"]
@@ -71,8 +69,8 @@ def run_jobs(
 
     Args:
         jobs: The plan. Of each job only the replicates that are not stored are computed.
-        work: Computes a job's cells; may raise, and then the other jobs go on.
-        results: Where cells are stored.
+        work: Computes a job's cells; may raise, and then the other jobs go on: JobsFailed is raised at the end.
+        results: Where cells are stored; ConfigurationError if those there were made by another configuration.
         backend: "local" computes one job after the other in this process, "joblib" several at once in processes of
             their own, "dask" on a cluster. Other processes use one thread of torch each.
         workers: Processes of "joblib".
@@ -80,12 +78,6 @@ def run_jobs(
         progress: True shows a bar on a terminal, lines elsewhere; None the bar only; False neither.
         announce: Takes the lines of text, failures among them; they go to the error stream by default.
         on_stored: Called, in this process, with each job whose cells have been stored.
-
-    Raises:
-        ConfigurationError: The stored cells were made by another configuration.
-        JobsFailed: Some jobs failed; raised when all others are done.
-        ConnectionError: No scheduler answers, or it has no workers. ModuleNotFoundError: Dask is not installed.
-        ValueError: An argument is wrong.
     """
     _check(jobs, backend, workers, scheduler, progress)
     left = results.missing(jobs)

@@ -66,14 +66,7 @@ def draws_table(study: Study, data: str) -> Table | None:
 
 
 def scores_table(study: Study, data: str, methods: Mapping[str, str], caption: str) -> Table:
-    """Accuracy, likelihood and calibration, in the mean over the seeds.
-
-    Args:
-        study: The cells.
-        data: The data set.
-        methods: The rows: by what is written, the method's full name.
-        caption: What the table is about.
-    """
+    """Accuracy, likelihood and calibration, in the mean over the seeds; full names of `methods` by what is written."""
     rows: list[dict[str, str | float | None]] = []
     for label, method in methods.items():
         row: dict[str, str | float | None] = {"method": label, "seeds": _seeds(study.of(method, data))}
@@ -141,7 +134,8 @@ def reliability_figure(study: Study, data: str) -> tuple[Figure, list[str]] | No
     for configuration in _DIAGRAMS:
         for method in (WITHOUT_NOISE, OURS):
             cells = study.of(full_name(method, configuration), data)
-            first = min((cell for cell in cells if listed(cell, "bin_share")), key=_seed, default=None)
+            shared = (cell for cell in cells if listed(cell, "bin_share"))
+            first = min(shared, key=lambda cell: cell.replicate, default=None)
             if first is not None:
                 name = f"{method}, {configuration}"
                 bins[name], colours[name] = reliability_of(first), method_colour(method)
@@ -161,10 +155,6 @@ def add_reliability(page: ReportPage, study: Study, data: str, topic: str) -> No
         "Of each method its first seed. Hatched is the gap between confidence and accuracy, the ECE its mean.",
         alt=f"Reliability diagrams of {'; '.join(names)}.",
     )
-
-
-def _seed(cell: Cell) -> int:
-    return cell.replicate
 
 
 def reliability_of(cell: Cell) -> ReliabilityBins:
@@ -190,9 +180,7 @@ def add_corruption(page: ReportPage, study: Study, data: str, topic: str) -> Non
         "what it does not know would lose accuracy like the others, but become less sure as it does, and keep its ECE "
         "low. The table says how far that is so."
     )
-    table = corruption_table(study, data)
-    if table is not None:
-        page.table(table)
+    page.table(corruption_table(study, data))
     for configuration, panels in figures.items():
         page.figure(
             curve_panels(panels, x_label="strength", columns=len(panels) // 2, height=2.7),

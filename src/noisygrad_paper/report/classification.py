@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 from noisygrad.pages.tables import Column, Table
@@ -20,6 +21,7 @@ from noisygrad_paper.report.calibration import (
 )
 from noisygrad_paper.report.comparison import ACCURACY, ACCURACY_OF_MANY, Metric, signed
 from noisygrad_paper.report.comparison_table import ComparisonTable, Entry
+from noisygrad_paper.report.entries import entry
 from noisygrad_paper.report.figures import Curve, Panel, View, curve_panels
 from noisygrad_paper.report.image_aims import ORDER, add_shortfalls, standings
 from noisygrad_paper.report.page import ReportPage
@@ -44,9 +46,7 @@ def sections(results: Path, page: ReportPage) -> None:
     """Everything about classification; a word on how to make it where there is nothing."""
     study = Study(Results(results, "classification").load(), ORDER)
     if not study.cells:
-        page.section("Classification").text(
-            "There is no classification.jsonl among the results. Make it with: noisygrad reproduce classification"
-        )
+        page.section("Classification").absent("classification.jsonl", "classification")
         return
     _table_2(page, study)
     if _DATA in study.data:
@@ -105,27 +105,16 @@ def _compared(study: Study, rows: list[str], metric: Metric, caption: str) -> Co
 
 
 def _entry(study: Study, method: str, metric: Metric) -> Entry:
-    ours, standing = study.estimate(method, _DATA, metric), study.standing(method, _DATA, metric)
-    theirs = "" if standing is None else f"paper {standing.theirs.text()}"
-    failed = sum(cell.error is not None for cell in study.of(method, _DATA))
     count = len(study.values(method, _DATA, metric))
-    notes = [f"{count} seeds"] * (count > 1) + [f"{failed} failed"] * (failed > 0)
-    difference = None if standing is None else standing.difference
-    return Entry(
-        ours="–" if ours is None else ours.text(2),
-        theirs=theirs,
-        verdict=None if standing is None else standing.verdict,
-        tooltip="" if difference is None else f"ours minus the paper's: {signed(difference)} points",
-        note=", ".join(notes),
-    )
+    found = entry(study, method, _DATA, metric, count, digits=2)
+    notes = [f"{count} seeds"] * (count > 1) + [found.note] * bool(found.note)
+    return replace(found, note=", ".join(notes))
 
 
 def _table_2(page: ReportPage, study: Study) -> None:
     page.section("Classification: Table 2")
     if _DATA not in study.data:
-        page.text(
-            "There are no cells of CIFAR-10 among the results. Make them with: noisygrad reproduce classification"
-        )
+        page.absent("cells of CIFAR-10", "classification")
         return
     known = standings(study)
     verdicts = [standing.verdict for standing in known if standing.verdict is not None]
@@ -247,9 +236,7 @@ def _averages(page: ReportPage, study: Study) -> None:
         "images (own norm), in place of the running ones, which are averages over draws."
     )
     page.table(table)
-    draws = draws_table(study, _DATA)
-    if draws is not None:
-        page.table(draws)
+    page.table(draws_table(study, _DATA))
 
 
 def _settings_group(cell: Cell) -> tuple[str, str]:
@@ -283,8 +270,6 @@ def _provenance(page: ReportPage, study: Study) -> None:
         alone = Study([cell for cell in others.cells if cell.data == data], ORDER)
         caption = f"Wall time on {_TITLES.get(data, data)}, all seeds together"
         page.table(wall_time_table(alone, caption, corner="method", place=lambda cell: parts(cell.method)))
-    steps = step_table(study)
-    if steps is not None:
-        page.table(steps)
+    page.table(step_table(study))
     add_settings(page, study, _settings_group)
     add_environment(page, study)

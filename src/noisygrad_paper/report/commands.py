@@ -14,8 +14,7 @@ from noisygrad.cli.output import interruptible, writable_file
 def report(
     results: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the results are.")] = Path("results"),
     output: Annotated[
-        Path,
-        typer.Option("--output", "-o", metavar="PATH", callback=writable_file, help="Where to write the page."),
+        Path, typer.Option("--output", "-o", metavar="PATH", callback=writable_file, help="Where to write the page.")
     ] = Path("noisygrad-report.html"),
 ) -> None:
     """One HTML page from the results: our tables and figures beside the paper's. It needs no network."""

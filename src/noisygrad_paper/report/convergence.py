@@ -22,7 +22,7 @@ def sections(results: Path, page: ReportPage) -> None:
     study = Study(Results(results, "convergence").load())
     page.section("Training curves")
     if not study.cells:
-        page.text("There is no convergence.jsonl among the results. Make it with: noisygrad reproduce convergence")
+        page.absent("convergence.jsonl", "convergence")
         return
     page.text(
         "The evidence lower bound on the training data, in nats, for the three methods of the paper's figure, each "

@@ -8,7 +8,13 @@ from noisygrad_paper.report.study import Standing, Study
 
 
 def entry(
-    study: Study, method: str, data: str, metric: Metric, expected: int | None, replicates: str = "splits"
+    study: Study,
+    method: str,
+    data: str,
+    metric: Metric,
+    expected: int | None,
+    replicates: str = "splits",
+    digits: int | None = None,
 ) -> Entry:
     """Ours and the paper's of one method on one data set; `expected` replicates, or None for as many as there are."""
     ours, standing = study.estimate(method, data, metric), study.standing(method, data, metric)
@@ -18,7 +24,7 @@ def entry(
         return Entry(theirs=theirs, note=f"{failed} failed" if failed else "")
     count = len(study.values(method, data, metric))
     return Entry(
-        ours=ours.text(),
+        ours=ours.text(digits),
         theirs=theirs,
         verdict=None if standing is None else standing.verdict,
         tooltip="" if standing is None else _tooltip(standing),
@@ -32,6 +38,8 @@ def _note(count: int, expected: int, failed: int, replicates: str) -> str:
 
 
 def _tooltip(standing: Standing) -> str:
+    if standing.difference is not None and standing.metric.tolerance is not None:
+        return f"ours minus the paper's: {signed(standing.difference)} {standing.metric.unit}"
     if standing.difference is None:
         return "without two standard errors the difference cannot be judged"
     side = "better" if standing.difference > 0 else "worse"

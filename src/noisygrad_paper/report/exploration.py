@@ -13,22 +13,8 @@ from scipy import stats
 
 from noisygrad.pages.tables import Cell as Value
 from noisygrad.pages.tables import Column, Table
+from noisygrad_paper.experiments import exploration_conditions as conditions
 from noisygrad_paper.experiments.cells import Cell, Results
-from noisygrad_paper.experiments.exploration_conditions import (
-    ALONE,
-    BBB,
-    BLOCKWISE,
-    EXPERIMENT,
-    FFG,
-    ITERATIONS,
-    METHODS,
-    MORE_METHODS,
-    MVG,
-    NORM,
-    PARTS,
-    RELEASED,
-    usual_seeds,
-)
 from noisygrad_paper.report.figures import quartile_panels
 from noisygrad_paper.report.page import ReportPage
 from noisygrad_paper.report.provenance import add_environment, add_failures, add_gaps, add_settings, wall_time_table
@@ -36,6 +22,7 @@ from noisygrad_paper.report.study import Study
 
 Array = NDArray[np.float64]
 
+_WHICH = (Column(key="task", header="task"), Column(key="method", header="condition"))
 _LAST = 10
 """Iterations whose prediction errors stand for the end."""
 
@@ -55,7 +42,7 @@ class Paired:
 
 def exploration_study(cells: Sequence[Cell]) -> Study:
     """The cells in the order of the conditions."""
-    return Study(cells, (*METHODS, *MORE_METHODS))
+    return Study(cells, (*conditions.METHODS, *conditions.MORE_METHODS))
 
 
 def curves(study: Study, method: str, task: str) -> dict[int, list[float]]:
@@ -86,10 +73,7 @@ def paired(study: Study, first: str, second: str, task: str) -> Paired | None:
     # Seeds that tie say nothing; where all do, there is nothing to test.
     p_value = float(stats.wilcoxon(differences).pvalue) if differences.any() else 1.0
     return Paired(
-        seeds=len(common),
-        wins=int((differences > 0).sum()),
-        difference=float(np.median(differences)),
-        p_value=p_value,
+        seeds=len(common), wins=int((differences > 0).sum()), difference=float(np.median(differences)), p_value=p_value
     )
 
 
@@ -111,9 +95,9 @@ def area_table(study: Study, methods: Sequence[str], tasks: Sequence[str]) -> Ta
 def paired_table(study: Study, tasks: Sequence[str]) -> Table | None:
     """NNG-MVG against BBB with the same settings, seed by seed; None where there is no pair."""
     rows: list[dict[str, Value]] = []
-    for suffix, settings in (("", "ours"), (RELEASED, "released")):
+    for suffix, settings in (("", "ours"), (conditions.RELEASED, "released")):
         for task in tasks:
-            found = paired(study, MVG + suffix, BBB + suffix, task)
+            found = paired(study, conditions.MVG + suffix, conditions.BBB + suffix, task)
             if found is not None:
                 wins = f"{found.wins} of {found.seeds}"
                 figures: dict[str, Value] = {"difference": found.difference, "p": found.p_value}
@@ -148,8 +132,7 @@ def error_table(study: Study, methods: Sequence[str], tasks: Sequence[str]) -> T
     if not rows:
         return None
     columns = (
-        Column(key="task", header="task"),
-        Column(key="method", header="condition"),
+        *_WHICH,
         Column(key="model", header="model", digits=4),
         Column(key="persistence", header="persistence", digits=4),
         Column(key="ratio", header="ratio", digits=2),
@@ -169,13 +152,9 @@ def time_table(study: Study, methods: Sequence[str], tasks: Sequence[str]) -> Ta
         for method in methods:
             cells = [cell for cell in study.of(method, task) if cell.error is None]
             if cells:
-                parts = {part: _mean(cells, f"seconds_{part}") for part in PARTS}
+                parts = {part: _mean(cells, f"seconds_{part}") for part in conditions.PARTS}
                 rows.append({"task": task, "method": method, **parts, "all": sum(parts.values())})
-    columns = (
-        Column(key="task", header="task"),
-        Column(key="method", header="condition"),
-        *(Column(key=part, header=part, unit="s", digits=3) for part in (*PARTS, "all")),
-    )
+    columns = (*_WHICH, *(Column(key=part, header=part, unit="s", digits=3) for part in (*conditions.PARTS, "all")))
     return Table(
         columns=columns,
         rows=rows,
@@ -186,14 +165,11 @@ def time_table(study: Study, methods: Sequence[str], tasks: Sequence[str]) -> Ta
 
 def sections(results: Path, page: ReportPage) -> None:
     """The figure, and all that belongs to it; a word on how to make it where there is nothing."""
-    study = exploration_study(Results(results, EXPERIMENT).load())
+    study = exploration_study(Results(results, conditions.EXPERIMENT).load())
     page.section("Exploration")
     tasks, methods = _tasks(study), study.methods
     if not any(cell.error is None for cell in study.cells):
-        page.text(
-            f"There is no finished run in {EXPERIMENT}.jsonl among the results. Make it with: noisygrad reproduce "
-            "exploration"
-        )
+        page.absent(f"finished run in {conditions.EXPERIMENT}.jsonl", "exploration")
         add_failures(page, study, "seed")
         return
     page.text(
@@ -201,9 +177,9 @@ def sections(results: Path, page: ReportPage) -> None:
         "norm of what is observed), and with the information gain of a Bayesian network that learns the dynamics, "
         "fitted by Bayes by Backprop (BBB) or by noisy natural gradient (NNG, with a matrix-variate or a diagonal "
         "posterior: MVG, FFG). An iteration is 5000 actions and one step of the policy; returns are sums of the task's "
-        "own reward over an episode, without the bonus.",
+        "own reward over an episode, without the bonus."
     )
-    if any(RELEASED in method for method in methods):
+    if any(conditions.RELEASED in method for method in methods):
         page.text(
             "The settings of the released code are reported apart: with a noise of five standard deviations of the "
             "data its models hardly learn to predict: their errors are among those below."
@@ -227,9 +203,7 @@ def sections(results: Path, page: ReportPage) -> None:
         ),
     )
     page.table(area_table(study, methods, tasks))
-    for table in (paired_table(study, tasks), error_table(study, methods, tasks)):
-        if table is not None:
-            page.table(table)
+    page.table(paired_table(study, tasks)).table(error_table(study, methods, tasks))
     page.table(time_table(study, methods, tasks))
     add_gaps(page, gaps(study, tasks))
     add_failures(page, study, "seed")
@@ -248,8 +222,8 @@ def gaps(study: Study, tasks: Sequence[str]) -> list[str]:
     """Conditions with fewer seeds than are asked for."""
     found = []
     for task in tasks:
-        for method in METHODS:
-            wanted = usual_seeds(task, method)
+        for method in conditions.METHODS:
+            wanted = conditions.usual_seeds(task, method)
             count = len(curves(study, method, task))
             if count < wanted:
                 found.append(f"{method} on {task}: {count} of {wanted} seeds")
@@ -257,19 +231,27 @@ def gaps(study: Study, tasks: Sequence[str]) -> list[str]:
 
 
 def _tiles(study: Study, tasks: Sequence[str]) -> dict[str, str]:
-    areas = {(method, task): median_area(study, method, task) for method in (ALONE, MVG, BBB) for task in tasks}
-    whole = [task for task in tasks if all(areas[method, task] is not None for method in (ALONE, MVG, BBB))]
+    areas = {
+        (method, task): median_area(study, method, task)
+        for method in (conditions.ALONE, conditions.MVG, conditions.BBB)
+        for task in tasks
+    }
+    whole = [
+        task
+        for task in tasks
+        if all(areas[method, task] is not None for method in (conditions.ALONE, conditions.MVG, conditions.BBB))
+    ]
 
     def above(first: str, second: str) -> list[str]:
         return [task for task in whole if (areas[first, task] or 0.0) > (areas[second, task] or 0.0)]
 
-    both = set(above(MVG, ALONE)) & set(above(BBB, ALONE))
+    both = set(above(conditions.MVG, conditions.ALONE)) & set(above(conditions.BBB, conditions.ALONE))
     tiles = {
         "tasks where both bonuses are above TRPO alone": f"{len(both)} of {len(whole)}",
-        "tasks where NNG-MVG is above BBB": f"{len(above(MVG, BBB))} of {len(whole)}",
+        "tasks where NNG-MVG is above BBB": f"{len(above(conditions.MVG, conditions.BBB))} of {len(whole)}",
     }
     for task in tasks:
-        found = paired(study, MVG, BBB, task)
+        found = paired(study, conditions.MVG, conditions.BBB, task)
         if found is not None:
             tiles[f"p of NNG-MVG against BBB, {task}"] = f"{found.p_value:.2g}"
     return tiles
@@ -278,9 +260,20 @@ def _tiles(study: Study, tasks: Sequence[str]) -> dict[str, str]:
 def _panels(study: Study, tasks: Sequence[str]) -> dict[str, dict[str, list[list[float]]]]:
     """A row of panels with our settings; with the released ones, and the paper's gain, where there are runs of them."""
     rows = {
-        "": (ALONE, NORM, BBB, FFG, MVG),
-        ", as released": (ALONE, NORM, BBB + RELEASED, FFG + RELEASED, MVG + RELEASED),
-        ", the paper's gain": (ALONE, NORM, MVG, MVG + BLOCKWISE),
+        "": (conditions.ALONE, conditions.NORM, conditions.BBB, conditions.FFG, conditions.MVG),
+        ", as released": (
+            conditions.ALONE,
+            conditions.NORM,
+            conditions.BBB + conditions.RELEASED,
+            conditions.FFG + conditions.RELEASED,
+            conditions.MVG + conditions.RELEASED,
+        ),
+        ", the paper's gain": (
+            conditions.ALONE,
+            conditions.NORM,
+            conditions.MVG,
+            conditions.MVG + conditions.BLOCKWISE,
+        ),
     }
     usual = rows[""]
     found: dict[str, dict[str, list[list[float]]]] = {}
@@ -295,7 +288,7 @@ def _panels(study: Study, tasks: Sequence[str]) -> dict[str, dict[str, list[list
 
 def _tasks(study: Study) -> list[str]:
     finished = {cell.data for cell in study.cells if cell.error is None}
-    return [task for task in ITERATIONS if task in finished]
+    return [task for task in conditions.ITERATIONS if task in finished]
 
 
 def _seed_counts(study: Study, method: str, tasks: Sequence[str]) -> str:

@@ -94,10 +94,7 @@ def _correlation(results: Path, page: ReportPage) -> None:
     page.section("Variances beside HMC's")
     study = correlation_study(cells)
     if not study.cells:
-        page.text(
-            f"There are no variances to compare in {hmc_correlation.EXPERIMENT}.jsonl among the results. Make them "
-            "with: noisygrad reproduce hmc-correlation"
-        )
+        page.absent("variances to compare", "hmc-correlation")
         return
     page.text(
         "Networks of ten hidden units learn from 20 labelled points; the variance of the function at 100 others is "
@@ -188,10 +185,7 @@ def _active(results: Path, page: ReportPage) -> None:
     study = active_study(Results(results, active_learning.EXPERIMENT).load())
     page.section("Active learning")
     if not study.cells:
-        page.text(
-            f"There is no {active_learning.EXPERIMENT}.jsonl among the results. Make it with: noisygrad reproduce "
-            "active-learning"
-        )
+        page.absent(f"{active_learning.EXPERIMENT}.jsonl", "active-learning")
         return
     page.text(
         "Twenty labelled points, nine more acquired one by one from all others but 100 test points: the one of the "

@@ -58,13 +58,26 @@ def method_colour(method: str, position: int = 0) -> str:
     return _COLOURS.get(method) or colour_of(method, position)
 
 
+def _grid(
+    count: int, columns: int, width: float, height: float, *, least_width: float = 0, below: float = 0, **shared: Any
+) -> tuple[Figure, NDArray[Any]]:
+    """`count` panels of that size in inches in rows of at most `columns`, with room for a legend below them."""
+    if not count:
+        raise ValueError("nothing to draw: no panel was given")
+    columns = min(count, columns)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(max(least_width, width * columns), height * rows + below), layout=spaced())
+    grid: NDArray[Any] = figure.subplots(rows, columns, squeeze=False, **shared)
+    for spare in grid.flatten()[count:]:
+        spare.set_visible(False)
+    return figure, grid
+
+
 @styled
 def difference_plot(panels: Mapping[str, Mapping[str, Mapping[str, float]]], rows: Mapping[str, str]) -> Figure:
     """Signed differences from the paper in standard errors, a dot for each method on each data set.
 
-    Args:
-        panels: By title of the panel, by method, by data set.
-        rows: The data sets from top to bottom, with their labels.
+    `panels` are by title, by method, by data set; `rows` are the data sets from top to bottom, with their labels.
     """
     methods = list(dict.fromkeys(method for by_method in panels.values() for method in by_method))
     if not methods or not rows:
@@ -147,28 +160,16 @@ class Curve:
 def training_curves(panels: Mapping[str, Mapping[str, Sequence[Curve]]], levels: Mapping[str, float]) -> Figure:
     """The ELBO against the iteration: a panel for each data set, a colour for each method, a line for each training.
 
-    Args:
-        panels: By title, by method, the trainings.
-        levels: By title, a height to mark across the panel.
+    `levels` are heights to mark across the panels, by title.
     """
-    if not panels:
-        raise ValueError("nothing to draw: an empty mapping was given")
-    figure = Figure(figsize=(4.7 * min(len(panels), 2), 3.8 * ((len(panels) + 1) // 2)), layout="constrained")
-    grid = figure.subplots((len(panels) + 1) // 2, min(len(panels), 2), squeeze=False).flatten()
-    for spare in grid[len(panels) :]:
-        spare.set_visible(False)
-    for axes, (title, methods) in zip(grid, panels.items(), strict=False):
+    figure, grid = _grid(len(panels), 2, 4.7, 3.8)
+    for axes, (title, methods) in zip(grid.flatten(), panels.items(), strict=False):
         for index, (method, curves) in enumerate(methods.items()):
             colour = method_colour(method, index)
             for number, curve in enumerate(curves):
-                axes.plot(
-                    curve.iterations,
-                    curve.values,
-                    color=colour,
-                    lw=1.8 if len(curves) == 1 else 0.9,
-                    alpha=1.0 if len(curves) == 1 else 0.6,
-                    label=method if number == 0 else None,
-                )
+                width, alpha = (1.8, 1.0) if len(curves) == 1 else (0.9, 0.6)
+                label = method if number == 0 else None
+                axes.plot(curve.iterations, curve.values, color=colour, lw=width, alpha=alpha, label=label)
         if title in levels:
             axes.axhline(levels[title], color=MUTED, lw=1.2, ls=(0, (4, 3)), label="BBB at the end")
         axes.set_ylim(*_window([curve for curves in methods.values() for curve in curves]))
@@ -224,25 +225,14 @@ def curve_panels(
     """Panels with a line for each method: the mean of its trainings, and each of them thin behind it.
 
     Methods without a posterior are dashed, variants of a method dash-dotted, `…/random` dotted. Panels in a row share
-    their scale, unless each has its own.
-
-    Args:
-        panels: From left to right, row by row.
-        x_label: What all curves run along.
-        columns: Panels in a row.
-        height: Of a panel, in inches.
-        own_scales: Whether each panel has a scale of its own.
+    their scale, unless each has its own; a panel is so many inches high.
     """
-    if not panels:
-        raise ValueError("nothing to draw: no panel was given")
     columns = min(len(panels), columns)
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(9.6 if columns > 1 else 5.6, height * rows + 0.5), layout=spaced())
-    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=False if own_scales else "row")
-    handles: dict[str, Any] = {}
+    width, sharey = 9.6 / columns if columns > 1 else 5.6, False if own_scales else "row"
+    figure, grid = _grid(len(panels), columns, width, height, below=0.5, sharex=True, sharey=sharey)
+    rows, handles = len(grid), dict[str, Any]()
     for index, axes in enumerate(grid.flatten()):
         if index >= len(panels):
-            axes.set_visible(False)
             grid[-2, index % columns].tick_params(labelbottom=True)
             grid[-2, index % columns].set_xlabel(x_label)
             continue
@@ -289,20 +279,9 @@ def quartile_panels(
 ) -> Figure:
     """Panels with the median of each method's runs as a line and their interquartile range as a band.
 
-    Args:
-        panels: By title, by method: runs of equal length, a value for each iteration.
-        x_label: What all curves run along.
-        y_label: What they show.
-        columns: Panels in a row.
+    `panels` are by title, by method: runs of equal length, a value for each iteration.
     """
-    if not panels:
-        raise ValueError("nothing to draw: no panel was given")
-    columns = min(len(panels), columns)
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(max(5.6, 3.5 * columns), 3.1 * rows + 0.6), layout=spaced())
-    grid = figure.subplots(rows, columns, squeeze=False)
-    for spare in grid.flatten()[len(panels) :]:
-        spare.set_visible(False)
+    figure, grid = _grid(len(panels), columns, 3.5, 3.1, least_width=5.6, below=0.6)
     handles: dict[str, Any] = {}
     for axes, (title, methods) in zip(grid.flatten(), panels.items(), strict=False):
         for position, (method, runs) in enumerate(methods.items()):
@@ -328,15 +307,10 @@ def quartile_panels(
 def variance_scatter(panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]]) -> Figure:
     """Variances of methods against the truth's on logarithmic scales, a picture for each data set.
 
-    Args:
-        panels: By data set, by method: the truth's variances and the method's.
+    `panels` are by data set, by method: the truth's variances and the method's.
     """
-    if not panels:
-        raise ValueError("nothing to draw: no panel was given")
-    columns = min(4, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(2.4 * columns, 2.4 * rows + 0.5), layout=spaced())
-    grid = figure.subplots(rows, columns, squeeze=False).flatten()
+    figure, rows = _grid(len(panels), 4, 2.4, 2.4, below=0.5)
+    grid, columns = rows.flatten(), rows.shape[1]
     handles: dict[str, Any] = {}
     for axes, (name, methods) in zip(grid, panels.items(), strict=False):
         for position, (method, (truth, own)) in enumerate(methods.items()):
@@ -347,8 +321,6 @@ def variance_scatter(panels: Mapping[str, Mapping[str, tuple[Sequence[float], Se
         axes.set(xscale="log", yscale="log", title=name)
         axes.tick_params(length=0)
         axes.minorticks_off()
-    for axes in grid[len(panels) :]:
-        axes.set_visible(False)
     for axes in grid[max(0, len(panels) - columns) : len(panels)]:
         axes.set_xlabel("variance of HMC")
     for axes in grid[: len(panels) : columns]:

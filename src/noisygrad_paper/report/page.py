@@ -55,6 +55,11 @@ class ReportPage(Page):
 
     css: ClassVar[str] = CSS + _CSS
 
+    def absent(self, what: str, command: str) -> Self:
+        """Say what is not among the results, a file or several things, and how to make it."""
+        there, it = ("is no", "it") if "." in what else ("are no", "them")
+        return self.text(f"There {there} {what} among the results. Make {it} with: noisygrad reproduce {command}")
+
     def items(self, items: Iterable[str]) -> Self:
         """Add a list of sentences."""
         lines = "\n".join(f"<li>{html.escape(item)}</li>" for item in items)

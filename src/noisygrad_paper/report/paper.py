@@ -8,7 +8,7 @@ decay from 17 features (our `naval-turbine`), those taken from other papers the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from noisygrad_paper.experiments.configurations import CONFIGURATIONS, full_name
@@ -129,52 +129,28 @@ def _quoted(printed: str) -> Quoted:
     return Quoted(float(mean), None if error in ("", "NA") else float(error) or _ROUNDED_TO_NOTHING, printed)
 
 
-def _read(table: str, methods: tuple[str, ...]) -> dict[tuple[str, str], dict[str, Quoted]]:
-    found: dict[tuple[str, str], dict[str, Quoted]] = {}
+def _read(table: str, columns: Iterable[tuple[str, Metric]]) -> Iterator[tuple[str, str, Metric, str]]:
+    """Every printed figure with its row, and the name and metric of its column."""
+    columns = list(columns)
     for line in table.strip().splitlines():
         row, *printed = line.split()
-        for index, method in enumerate(methods):
-            data = "naval-turbine" if row == "naval" and method in _OWN_NAVAL else row
-            found[method, data] = {
-                RMSE.key: _quoted(printed[index]),
-                LOG_LIKELIHOOD.key: _quoted(printed[index + len(methods)]),
-            }
-    return found
-
-
-def _read_accuracies(table: str) -> dict[tuple[str, str], dict[str, Quoted]]:
-    found: dict[tuple[str, str], dict[str, Quoted]] = {}
-    for line in table.strip().splitlines():
-        method, *printed = line.split()
-        for configuration, figure in zip(CONFIGURATIONS, printed, strict=True):
+        for (name, metric), figure in zip(columns, printed, strict=True):
             if figure != "N/A":
-                found[full_name(method, configuration), TABLE_2_DATA] = {ACCURACY.key: _quoted(figure)}
-    return found
-
-
-def _read_few_labels(
-    table: str, methods: tuple[str, ...], metrics: tuple[Metric, ...]
-) -> dict[tuple[str, str], dict[str, Quoted]]:
-    """For each method one column for each metric, side by side."""
-    found: dict[tuple[str, str], dict[str, Quoted]] = {}
-    for line in table.strip().splitlines():
-        data, *printed = line.split()
-        figures = iter(printed)
-        for method in methods:
-            found[method, data] = {metric.key: _quoted(next(figures)) for metric in metrics}
-    return found
+                yield row, name, metric, figure
 
 
 _QUOTED: dict[tuple[str, str], dict[str, Quoted]] = {}
-for _table in (
-    _read(_TABLE_1, TABLE_1_METHODS),
-    _read(_SUPPLEMENT, SUPPLEMENT_METHODS),
-    _read_accuracies(_TABLE_2),
-    _read_few_labels(_TABLE_3, TABLE_3_METHODS, (CORRELATION,)),
-    _read_few_labels(_TABLE_4, TABLE_4_METHODS, (RMSE_RANDOM, RMSE_ACTIVE)),
+_MEASURES = (RMSE, LOG_LIKELIHOOD)
+for _row, _name, _metric, _figure in (
+    *_read(_TABLE_1, ((method, metric) for metric in _MEASURES for method in TABLE_1_METHODS)),
+    *_read(_SUPPLEMENT, ((method, metric) for metric in _MEASURES for method in SUPPLEMENT_METHODS)),
+    *_read(_TABLE_3, ((method, CORRELATION) for method in TABLE_3_METHODS)),
+    *_read(_TABLE_4, ((method, metric) for method in TABLE_4_METHODS for metric in (RMSE_RANDOM, RMSE_ACTIVE))),
 ):
-    for _key, _figures in _table.items():
-        _QUOTED.setdefault(_key, {}).update(_figures)
+    _turbine = _row == "naval" and _name in _OWN_NAVAL and _metric in _MEASURES
+    _QUOTED.setdefault((_name, "naval-turbine" if _turbine else _row), {})[_metric.key] = _quoted(_figure)
+for _row, _name, _metric, _figure in _read(_TABLE_2, ((name, ACCURACY) for name in CONFIGURATIONS)):
+    _QUOTED[full_name(_row, _name), TABLE_2_DATA] = {_metric.key: _quoted(_figure)}
 
 
 def quoted(method: str, data: str) -> Mapping[str, Quoted]:

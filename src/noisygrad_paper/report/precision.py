@@ -27,9 +27,7 @@ def sections(results: Path, page: ReportPage) -> None:
     page.section("Figure 1: precision matrices")
     arrays = results / "precision-matrices.npz"
     if not arrays.is_file():
-        page.text(
-            "There is no precision-matrices.npz among the results. Make it with: noisygrad reproduce precision-matrices"
-        )
+        page.absent("precision-matrices.npz", "precision-matrices")
         return
     with np.load(arrays, allow_pickle=False) as file:
         found: dict[str, NDArray[Any]] = {name: file[name] for name in file.files}
@@ -54,8 +52,7 @@ def sections(results: Path, page: ReportPage) -> None:
     settings = results / "precision-matrices.json"
     if settings.is_file():
         page.folded_pairs(
-            flattened(json.loads(settings.read_text(encoding="utf-8"))),
-            caption="How the precision matrices were made",
+            flattened(json.loads(settings.read_text(encoding="utf-8"))), caption="How the precision matrices were made"
         )
 
 

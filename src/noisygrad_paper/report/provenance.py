@@ -23,10 +23,7 @@ def _by_data(cell: Cell) -> tuple[str, str]:
 def add_settings(page: ReportPage, study: Study, group: Callable[[Cell], tuple[str, str]] = _by_method) -> None:
     """A folded list of settings for each method.
 
-    Args:
-        page: Where they go.
-        study: The cells.
-        group: Of a cell, the list that it belongs to and what tells it apart there: the method and the data set.
+    `group` says of a cell to which list it belongs and what tells it apart there: the method and the data set.
     """
     groups: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
     for method in study.methods:
@@ -50,18 +47,13 @@ def add_environment(page: ReportPage, study: Study) -> None:
 def wall_time_table(
     study: Study, caption: str, *, corner: str = "data", place: Callable[[Cell], tuple[str, str]] = _by_data
 ) -> Table:
-    """Seconds of all replicates together, with totals.
+    """Seconds of all replicates together, with totals; `place` says of a cell its row and its column.
 
-    Args:
-        study: The cells.
-        caption: What the table is about.
-        corner: What the rows are.
-        place: Of a cell, its row and its column: the data set and the method.
+    `corner` is the word for what the rows are.
     """
-    ordered = [cell for data in study.data for method in study.methods for cell in study.of(method, data)]
     seconds: dict[str, dict[str, float]] = {}
     totals = {place(cell)[1]: 0.0 for method in study.methods for data in study.data for cell in study.of(method, data)}
-    for cell in ordered:
+    for cell in (cell for data in study.data for method in study.methods for cell in study.of(method, data)):
         row, column = place(cell)
         found = seconds.setdefault(row, {})
         found[column] = found.get(column, 0.0) + cell.seconds

@@ -26,9 +26,7 @@ def sections(results: Path, page: ReportPage) -> None:
     """Everything about regression; a word on how to make it where there is nothing."""
     study = Study(Results(results, "regression").load())
     if not study.cells:
-        page.section("Regression").text(
-            "There is no regression.jsonl among the results. Make it with: noisygrad reproduce regression"
-        )
+        page.section("Regression").absent("regression.jsonl", "regression")
         return
     _summary(page, study)
     _tables(page, study)

@@ -33,12 +33,7 @@ class Standing:
 
 
 class Study:
-    """Cells by method and data set.
-
-    Args:
-        cells: Finished and failed ones.
-        order: The order in which methods are shown; others follow.
-    """
+    """Finished and failed cells by method and data set; methods are shown in the `order` given, others follow."""
 
     def __init__(self, cells: Sequence[Cell], order: Sequence[str] = paper.METHODS) -> None:
         self.cells = list(cells)

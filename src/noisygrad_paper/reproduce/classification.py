@@ -12,57 +12,40 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.console import Console
 
-from noisygrad_paper.reproduce.options import (
-    DataFolder,
-    Device,
-    Epochs,
-    Names,
-    ResultsFolder,
-    Settings,
-    Validation,
-    Workers,
-    check_device,
-    chosen,
-    clear_errors,
-    data_folder,
-    make_folder,
-    parsed_settings,
-    run_missing,
-)
+from noisygrad_paper.reproduce import options
 
 if TYPE_CHECKING:
-    from noisygrad_paper.experiments.cells import Cell, Job
-    from noisygrad_paper.experiments.runner import Report, Work
+    from noisygrad_paper.experiments.cells import Cell, Job, Report
+    from noisygrad_paper.experiments.runner import Work
 
 
 def classification(
     data: Annotated[Literal["cifar10", "mnist", "digits"], typer.Option(help="Small sets take minutes on a CPU.")] = (
         "cifar10"
     ),
-    methods: Names = None,
+    methods: options.Names = None,
     configurations: Annotated[
         str | None, typer.Option(metavar="NAME,NAME…", help="Of plain, D (augmented), B (batch norm), D+B.")
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each; they show the spread.")] = 1,
-    results: ResultsFolder = Path("results"),
-    data_dir: DataFolder = None,
-    device: Device = "cpu",
-    workers: Workers = 1,
-    epochs: Epochs = None,
+    results: options.ResultsFolder = Path("results"),
+    data_dir: options.DataFolder = None,
+    device: options.Device = "cpu",
+    workers: options.Workers = 1,
+    epochs: options.Epochs = None,
     train_size: Annotated[int | None, typer.Option(min=1, help="Only this many training images.")] = None,
     learned_norm: Annotated[
         bool, typer.Option("--learned-norm", help="Learn scales and shifts of batch norm, unlike the paper.")
     ] = False,
     bf16: Annotated[
-        bool,
-        typer.Option("--bf16", help="Train the network in bfloat16; the posterior stays in float32."),
+        bool, typer.Option("--bf16", help="Train the network in bfloat16; the posterior stays in float32.")
     ] = False,
     checkpoints: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Of trainings at work; a folder beside the results else.")
     ] = None,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="In epochs.")] = 1,
-    validation: Validation = False,
-    settings: Settings = None,
+    validation: options.Validation = False,
+    settings: options.Settings = None,
 ) -> None:
     """Table 2 and the reliability diagrams: VGG16 on CIFAR-10, or a small network on digits.
 
@@ -73,10 +56,10 @@ def classification(
     from noisygrad_paper.experiments.image_methods import METHODS
     from noisygrad_paper.experiments.processes import join_processes
 
-    check_device(device)
-    with clear_errors(), join_processes(device) as processes:
-        asked = chosen(methods, METHODS)
-        named = chosen(configurations, CONFIGURATIONS)
+    options.check_device(device)
+    with options.clear_errors(), join_processes(device) as processes:
+        asked = options.chosen(methods, METHODS)
+        named = options.chosen(configurations, CONFIGURATIONS)
         if processes.size > 1 and workers > 1:
             raise typer.BadParameter("--workers trains networks side by side, torchrun one in all processes: not both")
         jobs = experiment.plan(
@@ -89,22 +72,22 @@ def classification(
             learned_norm=learned_norm,
             bf16=bf16,
             validation=validation,
-            changes=parsed_settings(settings or []),
+            changes=options.parsed_settings(settings or []),
         )
-        experiment.check_data(jobs, data_folder(data_dir))
+        experiment.check_data(jobs, options.data_folder(data_dir))
         name = experiment.VALIDATION if validation else experiment.EXPERIMENT
         folder = (results / "checkpoints" if checkpoints is None else checkpoints).resolve()
-        make_folder("--results", results)
+        options.make_folder("--results", results)
         train = partial(
             experiment.run_job,
-            data_dir=data_folder(data_dir),
+            data_dir=options.data_folder(data_dir),
             device=device,
             checkpoints=os.fspath(folder),
             checkpoint_every=checkpoint_every,
         )
         left = _left(name, jobs, results)
         if left:
-            make_folder("--checkpoints", folder)
+            options.make_folder("--checkpoints", folder)
         if processes.rank > 0:
             for job in left:
                 with suppress(Exception):  # the first process tells of it
@@ -114,13 +97,16 @@ def classification(
         for job in jobs:
             if job not in left:
                 forget(job)
-        failed = run_missing(name, jobs, partial(_together, train), results, "local", workers, None, on_stored=forget)
-        if checkpoints is None:
-            with suppress(OSError):  # where something is left in it
-                folder.rmdir()
-        _show_classification(results, name, data)
-    if failed:
-        raise typer.Exit(1)
+
+        def show() -> None:
+            if checkpoints is None:
+                with suppress(OSError):  # where something is left in it
+                    folder.rmdir()
+            _show_classification(results, name, data)
+
+        options.run_missing(
+            name, jobs, partial(_together, train), results, "local", workers, None, on_stored=forget, show=show
+        )
 
 
 def _together(train: Work, job: Job, report: Report) -> list[Cell]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,59 +12,43 @@ from rich.console import Console
 
 from noisygrad_paper.experiments.exploration_conditions import EXPERIMENT, ITERATIONS, METHODS, MORE_METHODS, TUNING
 from noisygrad_paper.extras import require
-from noisygrad_paper.reproduce.options import (
-    Backend,
-    Names,
-    ResultsFolder,
-    Scheduler,
-    Seed,
-    TunedSettings,
-    Tuning,
-    Workers,
-    check_backend,
-    chosen,
-    clear_errors,
-    parsed_settings,
-    run_missing,
-)
+from noisygrad_paper.reproduce import options
 
 Seeds = Annotated[int | None, typer.Option(min=1, help="Of each condition, instead of its own number.")]
 Iterations = Annotated[int | None, typer.Option(min=1, help="Of TRPO, instead of each task's own number.")]
 
 
 def exploration(
-    tasks: Names = None,
-    methods: Names = None,
-    results: ResultsFolder = Path("results"),
-    backend: Backend = "local",
-    workers: Workers = 1,
-    scheduler: Scheduler = None,
+    tasks: options.Names = None,
+    methods: options.Names = None,
+    results: options.ResultsFolder = Path("results"),
+    backend: options.Backend = "local",
+    workers: options.Workers = 1,
+    scheduler: options.Scheduler = None,
     seeds: Seeds = None,
     iterations: Iterations = None,
-    seed: Seed = 0,
-    tuning: Tuning = False,
-    settings: TunedSettings = None,
+    seed: options.Seed = 0,
+    tuning: options.Tuning = False,
+    settings: options.TunedSettings = None,
 ) -> None:
     """Figure 3: returns of TRPO on sparse tasks, alone and with an information gain as its bonus.
 
     Needs the extra paper. Cells that are in the results folder are not computed again: stop it at any moment, and start
     it again.
     """
-    with clear_errors():
-        check_backend(backend, scheduler)
-        names, asked = chosen(tasks, ITERATIONS), chosen(methods, METHODS, MORE_METHODS)
+    with options.clear_errors():
+        options.check_backend(backend, scheduler)
+        names, asked = options.chosen(tasks, ITERATIONS), options.chosen(methods, METHODS, MORE_METHODS)
         require("the exploration experiment", "gymnasium", "stable_baselines3", "sb3_contrib", "Box2D", "PIL")
         from noisygrad_paper.experiments import exploration as experiment
 
-        changes = parsed_settings(settings or [])
+        changes = options.parsed_settings(settings or [])
         jobs = experiment.plan(
             names, asked, seeds=seeds, iterations=iterations, seed=seed, tuning=tuning, changes=changes
         )
         kept = TUNING if tuning else EXPERIMENT
-        failed = run_missing(kept, jobs, experiment.run_job, results, backend, workers, scheduler)
-        _show(results, kept, names, list(dict.fromkeys(job.method for job in jobs)))
-    if failed:
-        raise typer.Exit(1)
+        show = partial(_show, results, kept, names, list(dict.fromkeys(job.method for job in jobs)))
+        options.run_missing(kept, jobs, experiment.run_job, results, backend, workers, scheduler, show=show)
 
 
 def _show(results: Path, experiment: str, tasks: Sequence[str], methods: Sequence[str]) -> None:

@@ -11,42 +11,23 @@ import typer
 from rich.console import Console
 
 from noisygrad_paper.extras import require
-from noisygrad_paper.reproduce.options import (
-    Backend,
-    DataFolder,
-    Device,
-    Epochs,
-    Names,
-    ResultsFolder,
-    Scheduler,
-    Seed,
-    TunedSettings,
-    Tuning,
-    Workers,
-    check_backend,
-    check_device,
-    chosen,
-    clear_errors,
-    data_folder,
-    parsed_settings,
-    run_missing,
-)
+from noisygrad_paper.reproduce import options
 
 Trials = Annotated[int | None, typer.Option(min=1, help="Only this many trials of each set.")]
 
 
 def hmc_correlation(
-    data: Names = None,
-    methods: Names = None,
-    results: ResultsFolder = Path("results"),
-    data_dir: DataFolder = None,
-    device: Device = "cpu",
-    backend: Backend = "local",
-    workers: Workers = 1,
-    scheduler: Scheduler = None,
-    epochs: Epochs = None,
+    data: options.Names = None,
+    methods: options.Names = None,
+    results: options.ResultsFolder = Path("results"),
+    data_dir: options.DataFolder = None,
+    device: options.Device = "cpu",
+    backend: options.Backend = "local",
+    workers: options.Workers = 1,
+    scheduler: options.Scheduler = None,
+    epochs: options.Epochs = None,
     trials: Trials = None,
-    seed: Seed = 0,
+    seed: options.Seed = 0,
 ) -> None:
     """Table 3: Pearson correlation of predictive variances with those of HMC, from twenty labelled points.
 
@@ -56,33 +37,31 @@ def hmc_correlation(
     from noisygrad_paper.experiments import hmc_correlation as experiment
     from noisygrad_paper.experiments.few_labels import METHODS
 
-    with clear_errors():
-        names, asked = chosen(data, experiment.DATA), chosen(methods, METHODS)
+    with options.clear_errors():
+        names, asked = options.chosen(data, experiment.DATA), options.chosen(methods, METHODS)
         where = _checked(device, backend, scheduler, asked, data_dir)
         jobs = experiment.plan(
             names, asked, trials=trials or experiment.TRIALS, epochs=epochs, data_dir=where, seed=seed
         )
         work = partial(experiment.run_job, data_dir=where, device=device)
-        failed = run_missing(experiment.EXPERIMENT, jobs, work, results, backend, workers, scheduler)
-        _show_correlation(results, names, asked)
-    if failed:
-        raise typer.Exit(1)
+        show = partial(_show_correlation, results, names, asked)
+        options.run_missing(experiment.EXPERIMENT, jobs, work, results, backend, workers, scheduler, show=show)
 
 
 def active_learning(
-    data: Names = None,
-    methods: Names = None,
-    results: ResultsFolder = Path("results"),
-    data_dir: DataFolder = None,
-    device: Device = "cpu",
-    backend: Backend = "local",
-    workers: Workers = 1,
-    scheduler: Scheduler = None,
-    epochs: Epochs = None,
+    data: options.Names = None,
+    methods: options.Names = None,
+    results: options.ResultsFolder = Path("results"),
+    data_dir: options.DataFolder = None,
+    device: options.Device = "cpu",
+    backend: options.Backend = "local",
+    workers: options.Workers = 1,
+    scheduler: options.Scheduler = None,
+    epochs: options.Epochs = None,
     trials: Trials = None,
-    seed: Seed = 0,
-    tuning: Tuning = False,
-    settings: TunedSettings = None,
+    seed: options.Seed = 0,
+    tuning: options.Tuning = False,
+    settings: options.TunedSettings = None,
 ) -> None:
     """Table 4: test RMSE after nine points were chosen by their variance, against nine chosen at random.
 
@@ -91,8 +70,8 @@ def active_learning(
     """
     from noisygrad_paper.experiments import active_learning as experiment
 
-    with clear_errors():
-        names, asked = chosen(data, experiment.DATA), chosen(methods, experiment.METHODS_HERE)
+    with options.clear_errors():
+        names, asked = options.chosen(data, experiment.DATA), options.chosen(methods, experiment.METHODS_HERE)
         where = _checked(device, backend, scheduler, asked, data_dir)
         jobs = experiment.plan(
             names,
@@ -102,26 +81,24 @@ def active_learning(
             data_dir=where,
             seed=seed,
             tuning=tuning,
-            changes=parsed_settings(settings or []),
+            changes=options.parsed_settings(settings or []),
         )
         work = partial(experiment.run_job, data_dir=where, device=device)
         kept = experiment.TUNING if tuning else experiment.EXPERIMENT
-        failed = run_missing(kept, jobs, work, results, backend, workers, scheduler)
-        _show_active(results, kept, names, list(dict.fromkeys(job.method for job in jobs)))
-    if failed:
-        raise typer.Exit(1)
+        show = partial(_show_active, results, kept, names, list(dict.fromkeys(job.method for job in jobs)))
+        options.run_missing(kept, jobs, work, results, backend, workers, scheduler, show=show)
 
 
 def _checked(device: str, backend: str, scheduler: str | None, methods: Sequence[str], data_dir: Path | None) -> str:
     """Refuse what cannot work before anything is computed; where the data are."""
-    check_device(device)
-    check_backend(backend, scheduler)
+    options.check_device(device)
+    options.check_backend(backend, scheduler)
     if "HMC" in methods:
         require("HMC", "jax", "numpyro")
         from noisygrad_paper.baselines.hmc import jax_device
 
         jax_device(device)
-    return data_folder(data_dir)
+    return options.data_folder(data_dir)
 
 
 def _show_correlation(results: Path, data: Sequence[str], methods: Sequence[str]) -> None:

@@ -9,36 +9,20 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from noisygrad_paper.reproduce.options import (
-    Backend,
-    DataFolder,
-    Device,
-    Epochs,
-    Names,
-    ResultsFolder,
-    Scheduler,
-    Seed,
-    Workers,
-    bar,
-    check_device,
-    chosen,
-    clear_errors,
-    data_folder,
-    run_missing,
-)
+from noisygrad_paper.reproduce import options
 
 
 def convergence(
-    data: Names = None,
-    methods: Names = None,
-    results: ResultsFolder = Path("results"),
-    data_dir: DataFolder = None,
-    device: Device = "cpu",
-    backend: Backend = "local",
-    workers: Workers = 1,
-    scheduler: Scheduler = None,
-    epochs: Epochs = None,
-    seed: Seed = 0,
+    data: options.Names = None,
+    methods: options.Names = None,
+    results: options.ResultsFolder = Path("results"),
+    data_dir: options.DataFolder = None,
+    device: options.Device = "cpu",
+    backend: options.Backend = "local",
+    workers: options.Workers = 1,
+    scheduler: options.Scheduler = None,
+    epochs: options.Epochs = None,
+    seed: options.Seed = 0,
 ) -> None:
     """The supplement's training curves: ELBO against iterations, with the step size tuned for each method first.
 
@@ -47,11 +31,11 @@ def convergence(
     from noisygrad_paper.experiments import convergence as experiment
     from noisygrad_paper.experiments.cells import Results
 
-    with clear_errors():
-        check_device(device)
-        sets, names = chosen(data, experiment.DATA), chosen(methods, experiment.CHANGES)
-        where = data_folder(data_dir)
-        run = partial(run_missing, results=results, backend=backend, workers=workers, scheduler=scheduler)
+    with options.clear_errors():
+        options.check_device(device)
+        sets, names = options.chosen(data, experiment.DATA), options.chosen(methods, experiment.CHANGES)
+        where = options.data_folder(data_dir)
+        run = partial(options.run_missing, results=results, backend=backend, workers=workers, scheduler=scheduler)
         tuning = experiment.tuning_plan(sets, names, experiment.RATES, epochs=epochs, data_dir=where, seed=seed)
         run(experiment.TUNING, tuning, partial(experiment.run_tuning, data_dir=where, device=device))
         asked = {(job.data, job.method) for job in tuning}
@@ -76,11 +60,11 @@ def _show_convergence(results: Path) -> None:
 
 
 def precision_matrices(
-    results: ResultsFolder = Path("results"),
-    data_dir: DataFolder = None,
-    device: Device = "cpu",
-    epochs: Epochs = None,
-    seed: Seed = 0,
+    results: options.ResultsFolder = Path("results"),
+    data_dir: options.DataFolder = None,
+    device: options.Device = "cpu",
+    epochs: options.Epochs = None,
+    seed: options.Seed = 0,
     force: Annotated[
         bool, typer.Option("--force", help="Replace matrices that are there, whatever made them.")
     ] = False,
@@ -91,8 +75,8 @@ def precision_matrices(
     """
     from noisygrad_paper.experiments import precision_matrices as experiment
 
-    with clear_errors():
-        check_device(device)
+    with options.clear_errors():
+        options.check_device(device)
         config = (
             experiment.PrecisionConfig(seed=seed)
             if epochs is None
@@ -103,7 +87,7 @@ def precision_matrices(
         if not todo:
             typer.echo(f"{arrays} has all four matrices, made with these settings: nothing to do")
             return
-        with bar(len(todo) * config.epochs) as advance:
+        with options.bar(len(todo) * config.epochs) as advance:
             experiment.run(
                 config,
                 results,

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from noisygrad.cli import output
 from noisygrad_paper.extras import INSTALL
 
 if TYPE_CHECKING:
@@ -63,9 +63,14 @@ def run_missing(
     backend: Literal["local", "joblib", "dask"],
     workers: int,
     scheduler: str | None,
+    *,
     on_stored: Callable[[Job], None] = lambda job: None,
-) -> int:
-    """Run what is missing, and tell `on_stored` of each job; returns how many cells came out without figures."""
+    show: Callable[[], None] | None = None,
+) -> None:
+    """Run what is missing, and tell `on_stored` of each job; then `show` it, and exit with 1 if cells have no figures.
+
+    Without `show`, a cell without figures is a finding like others.
+    """
     from noisygrad_paper.experiments.cells import Results
     from noisygrad_paper.experiments.runner import JobsFailed, run_jobs
 
@@ -90,15 +95,17 @@ def run_missing(
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-    return sum(cell.error is not None for cell in cells)
+    if show is not None:
+        show()
+        if any(cell.error is not None for cell in cells):
+            raise typer.Exit(1)
 
 
 @contextmanager
 def bar(total: int) -> Iterator[Callable[[int, str], None]]:
     """A bar on the error stream, where that is a terminal; gives what moves it, by how much is done and a word."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description:<24}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    description = TextColumn("{task.description:<24}")
+    progress = output.bar(description, BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     task = progress.add_task("", total=total)
     try:
         with progress:

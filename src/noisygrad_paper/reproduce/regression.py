@@ -11,47 +11,27 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from noisygrad_paper.reproduce.options import (
-    Backend,
-    DataFolder,
-    Device,
-    Epochs,
-    Names,
-    ResultsFolder,
-    Scheduler,
-    Seed,
-    Settings,
-    Splits,
-    Validation,
-    Workers,
-    check_backend,
-    check_device,
-    chosen,
-    clear_errors,
-    data_folder,
-    parsed_settings,
-    run_missing,
-)
+from noisygrad_paper.reproduce import options
 
 
 def regression(
-    data: Names = None,
-    methods: Names = None,
+    data: options.Names = None,
+    methods: options.Names = None,
     csv: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A table of your own, with a header, instead of the UCI sets.")
     ] = None,
     target: Annotated[str | None, typer.Option(metavar="COLUMN", help="What to predict in it.")] = None,
-    results: ResultsFolder = Path("results"),
-    data_dir: DataFolder = None,
-    device: Device = "cpu",
-    backend: Backend = "local",
-    workers: Workers = 1,
-    scheduler: Scheduler = None,
-    epochs: Epochs = None,
-    splits: Splits = None,
-    seed: Seed = 0,
-    validation: Validation = False,
-    settings: Settings = None,
+    results: options.ResultsFolder = Path("results"),
+    data_dir: options.DataFolder = None,
+    device: options.Device = "cpu",
+    backend: options.Backend = "local",
+    workers: options.Workers = 1,
+    scheduler: options.Scheduler = None,
+    epochs: options.Epochs = None,
+    splits: options.Splits = None,
+    seed: options.Seed = 0,
+    validation: options.Validation = False,
+    settings: options.Settings = None,
 ) -> None:
     """Table 1 and its supplement: test RMSE and log-likelihood on the UCI regression sets.
 
@@ -60,15 +40,15 @@ def regression(
     from noisygrad_paper.experiments import regression as experiment
     from noisygrad_paper.experiments.methods import METHODS
 
-    with clear_errors():
-        check_device(device)
-        check_backend(backend, scheduler)
+    with options.clear_errors():
+        options.check_device(device)
+        options.check_backend(backend, scheduler)
         table = _own_table(csv, target)
         if csv is not None and data is not None:
             raise typer.BadParameter("--csv is instead of --data: give one of them")
-        names = [f"csv-{csv.stem}"] if csv is not None else chosen(data, experiment.DATA, experiment.MORE_DATA)
-        asked = chosen(methods, METHODS)
-        where = data_folder(data_dir)
+        names = [f"csv-{csv.stem}"] if csv is not None else options.chosen(data, experiment.DATA, experiment.MORE_DATA)
+        asked = options.chosen(methods, METHODS)
+        where = options.data_folder(data_dir)
         jobs = experiment.plan(
             names,
             asked,
@@ -78,16 +58,14 @@ def regression(
             csv=table,
             seed=seed,
             validation=validation,
-            settings=parsed_settings(settings or []),
+            settings=options.parsed_settings(settings or []),
         )
         if not jobs:
             raise ValueError(f"{', '.join(asked)} on {', '.join(names)} would be too large: it is for small sets")
         work = partial(experiment.run_job, data_dir=where, csv=table, device=device)
         name = experiment.VALIDATION if validation else experiment.EXPERIMENT
-        failed = run_missing(name, jobs, work, results, backend, workers, scheduler)
-        _show_regression(results, name, names, list(dict.fromkeys(job.method for job in jobs)))
-    if failed:
-        raise typer.Exit(1)
+        show = partial(_show_regression, results, name, names, list(dict.fromkeys(job.method for job in jobs)))
+        options.run_missing(name, jobs, work, results, backend, workers, scheduler, show=show)
 
 
 def _show_regression(results: Path, experiment: str, data: Sequence[str], methods: Sequence[str]) -> None:
