@@ -171,7 +171,7 @@ def measure(learner: Learner, data: Standardised, streams: ReplicaGenerators, sa
         found["epistemic_std"] = prediction.epistemic.mean((-2, -1)).sqrt() * std
     diagnostics = learner.diagnostics()
     if isinstance(learner, VariationalLearner) and "kl" in diagnostics:  # a point estimate has no bound
-        x_train, y_train = (_tensor(array, learner) for array in (data.x_train, data.y_train))
+        x_train, y_train = (tensor_for(learner, array) for array in (data.x_train, data.y_train))
         found["elbo"] = learner.elbo(x_train, y_train, samples, streams.test)
     return {**found, **diagnostics}
 
