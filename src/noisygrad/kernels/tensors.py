@@ -36,6 +36,7 @@ def average_(old: list[Tensor], new: list[Tensor], rate: Tensor | float, mask: T
         for tensor, other in zip(old, new, strict=True):
             tensor.lerp_(other, rate)
         return
+    rate = rate.reshape(()) if isinstance(rate, Tensor) else rate  # one of several would not be taken for a number
     torch._foreach_sub_(new, old)
     torch._foreach_mul_(new, rate)
     torch._foreach_add_(old, new)
