@@ -57,9 +57,10 @@ class TensorRecord:
         found: dict[str, Tensor] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            several = value if isinstance(value, tuple) else ()
-            named = {field.name: value} | {f"{field.name}.{index}": item for index, item in enumerate(several)}
-            found |= {name: item for name, item in named.items() if isinstance(item, Tensor)}
+            if isinstance(value, Tensor):
+                found[field.name] = value
+            elif isinstance(value, tuple):
+                found |= {f"{field.name}.{i}": item for i, item in enumerate(value) if isinstance(item, Tensor)}
         return found
 
     def settings(self) -> dict[str, Any]:

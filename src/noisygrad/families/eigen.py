@@ -105,8 +105,6 @@ class Statistics(base.Statistics):
             left=self.left.clone(),
             right=self.right.clone(),
             spectrum=spectrum,
-            inverse_left=None,
-            inverse_right=None,
             terms=prior.matrices(),
             log_determinant=logdet,
             left_basis=left_basis,

@@ -73,9 +73,6 @@ class Statistics(base.Statistics):
         return Precision(
             left=left,
             right=right,
-            spectrum=None,
-            inverse_left=None,
-            inverse_right=None,
             terms=(damped.outputs, damped.inputs),
             log_determinant=right.shape[-1] * logdet_s + left.shape[-1] * logdet_a,
         )
@@ -89,7 +86,8 @@ class Statistics(base.Statistics):
         spectrum = s[..., :, None] * a[..., None, :] + 1.0
         logdet = a.shape[-1] * logdet_s + s.shape[-1] * logdet_a + spectrum.log().sum((-2, -1))
         terms = (self.outputs, self.inputs, *prior.matrices())
-        return Precision(root_s @ left, root_a @ right, spectrum, None, None, terms, logdet, left, right)
+        sides = {"left": root_s @ left, "right": root_a @ right, "left_basis": left, "right_basis": right}
+        return Precision(terms=terms, log_determinant=logdet, spectrum=spectrum, **sides)
 
 
 @dataclasses.dataclass
@@ -102,11 +100,11 @@ class Precision(base.Precision):
 
     left: Tensor
     right: Tensor
-    spectrum: Tensor | None
-    inverse_left: Tensor | None
-    inverse_right: Tensor | None
     terms: tuple[Tensor, ...]
     log_determinant: Tensor
+    spectrum: Tensor | None = None
+    inverse_left: Tensor | None = None
+    inverse_right: Tensor | None = None
     left_basis: Tensor | None = None
     right_basis: Tensor | None = None
 

@@ -87,7 +87,6 @@ class Factors(base.SolverSampler):
         return kronecker.Precision(
             left=triangles.lower(self.left).mT,
             right=triangles.lower(self.right).mT,
-            spectrum=None,
             inverse_left=triangles.symmetric(self.inverse_left) if self.inverse_left else None,
             inverse_right=triangles.symmetric(self.inverse_right) if self.inverse_right else None,
             terms=(),
