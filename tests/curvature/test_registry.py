@@ -14,7 +14,10 @@ from torch import Tensor, nn
 import noisygrad as ng
 from noisygrad.curvature import (
     Layer,
+    MatrixPass,
+    Slot,
     Unit,
+    arrange,
     matrix_units,
     observe_linear,
     verification,
@@ -23,7 +26,7 @@ from noisygrad.curvature.capture import Capture
 from noisygrad.curvature.network import find_units
 from noisygrad.curvature.registry import REGISTRY, find_layer
 from noisygrad.networks import ReplicatedLinear
-from support.truth import close, measured_fisher, normal, random_weights
+from support.truth import close, exact_fisher, measured_fisher, normal, random_weights
 
 
 @pytest.fixture(autouse=True)
@@ -331,6 +334,35 @@ def test_a_factor_that_is_1_where_it_starts_is_found() -> None:
     model = wrong("another parameter")
     with Capture(find_units(model)[1]), pytest.raises(ValueError, match=r"'1\.weight'"):
         model(torch.randn(5, 3))
+
+
+class LowRank(nn.Module):
+    """A product of two matrices: the gradient of each depends on the other."""
+
+    def __init__(self, inputs: int, rank: int, outputs: int) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(rank, inputs))
+        self.up = nn.Parameter(torch.randn(outputs, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.down.mT @ self.up.mT
+
+
+def low_rank_units(name: str, module: LowRank, trainable: frozenset[str]) -> list[Unit]:
+    shapes = {f"{name}.{own}": getattr(module, own).shape for own in ("down", "up") if own in trainable}
+    return [Unit(own, "matrix", *shape, (Slot(own, 0, shape[1]),), "LowRank") for own, shape in shapes.items()]
+
+
+def observe_low_rank(unit: Unit, module: LowRank, inputs: Tensor, gradient: Tensor, batch: object) -> MatrixPass:
+    a, g = arrange(inputs, batch, unit), arrange(gradient, batch, unit)
+    is_down = unit.name.endswith("down")
+    return MatrixPass(a, g @ module.up, constant=False) if is_down else MatrixPass(a @ module.down.mT, g, False)
+
+
+def test_the_gradient_of_a_unit_may_depend_on_another() -> None:
+    ng.register_layer(LowRank, Layer(low_rank_units, observe_low_rank))
+    model = random_weights(nn.Sequential(LowRank(3, 2, 4), nn.Tanh(), nn.Linear(4, 2)).double())
+    close(measured_fisher(model, gaussian(), normal(5, 3), "full"), exact_fisher(model, gaussian(), normal(5, 3)))
 
 
 def test_without_registration_there_is_no_structure_and_with_it_there_is() -> None:

@@ -24,6 +24,7 @@ SECONDS = 100
 OWN = ("/generators/", "/optimizer/rank")
 """What ranks do not share."""
 OPTIONS = {"kl_clip": 1e-2, "stats_every": 1, "factor_every": 2, "damping": 0.01}
+FLOORED = {"fisher": "exact", "fisher_floor": 0.5}
 
 
 def halves(x: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,6 +166,7 @@ def work(rank: int, folder: str) -> None:
         results[f"different {name}"] = distributed_training(rank, kind)
         results[f"uneven {name}"] = distributed_training(rank, kind, 5, fisher="exact", same_draw_on_all_ranks=True)
         results[f"unused {name}"] = unused_on_one_rank(rank, kind)
+    results["floored"] = distributed_training(rank, ng.NoisyEKFAC, 5, **FLOORED, same_draw_on_all_ranks=True)
     results["shared out"] = work_shared_out(rank)
     results["resumed"] = resumed(rank)
     results["stopped"] = stopped(rank, folder)
@@ -210,6 +212,21 @@ def test_the_same_draw_equals_accumulating(kind, name, rows, ranks):
     expected = snapshot(optimizer)
     for rank in ranks:
         assert_close(rank[f"{name} {kind.__name__}"], expected)
+
+
+def test_a_floor_in_an_eigenbasis_equals_accumulating(ranks):
+    model = mlp()
+    optimizer = make(ng.NoisyEKFAC, model, **OPTIONS | FLOORED)
+    for x, y in batches(5, size=8):
+        with optimizer.sampled() as draw:
+            for part_x, part_y in zip(halves(x, 5), halves(y, 5), strict=True):
+                draw.nll(model(part_x), part_y).backward()
+        optimizer.step()
+    expected = snapshot(optimizer)
+    for rank in ranks:
+        found = differences(rank["floored"], expected, 1e-9, but=OWN)  # bases may differ: see `docs/families.md`
+        assert not [name for name in found if name.startswith("/model") or name.endswith("/mean")], found
+    assert not differences(*(rank["floored"] for rank in ranks), but=OWN)
 
 
 @each_optimizer

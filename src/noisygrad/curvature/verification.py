@@ -119,13 +119,15 @@ class _Call:
             for start in starts:
                 found = torch.autograd.grad(output, leaves, start, retain_graph=True, materialize_grads=True)
                 by_autograd.append(dict(zip(names, found, strict=True)))
-        batch = Batch(size, size, torch.promote_types(output.dtype, torch.float32))
-        gradient = torch.stack(starts).sum(dim=0)
-        rows = []
-        for unit in self.units:
-            plain = replace(unit, slots=tuple(replace(slot, memory_layout=None) for slot in unit.slots))
-            with torch.no_grad(), torch.autocast(device.type, enabled=False):
-                rows.append((plain, self.layer.observe(plain, self.module, inputs.detach(), gradient, batch).rows()))
+            batch = Batch(size, size, torch.promote_types(output.dtype, torch.float32))
+            gradient = torch.stack(starts).sum(dim=0)
+            rows = []
+            for unit in self.units:
+                plain = replace(unit, slots=tuple(replace(slot, memory_layout=None) for slot in unit.slots))
+                with torch.no_grad(), torch.autocast(device.type, enabled=False):
+                    # With the same parameters: a gradient may depend on those of another unit.
+                    one = self.layer.observe(plain, self.module, inputs.detach(), gradient, batch)
+                    rows.append((plain, one.rows()))
         types = {tensor.dtype for tensor in (inputs, output, *leaves) if tensor.is_floating_point()}
         narrow = torch.is_autocast_enabled(device.type) or not types <= TOLERANCES.keys()
         return rows, by_autograd, COARSE_TOLERANCE if narrow else max(TOLERANCES[kind] for kind in types)

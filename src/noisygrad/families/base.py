@@ -152,6 +152,10 @@ class Statistics(TensorRecord, ABC):
         """The tensors that are moving averages, by name: all, unless a family says otherwise."""
         return self.tensors()
 
+    def map_averages(self, function: TensorMap) -> Self:
+        """A record with `function` applied to the moving averages, and all else as it is."""
+        return self.with_tensors(self.tensors() | {name: function(t) for name, t in self.averages().items()})
+
     @torch.no_grad()
     def update_(self, measured: Self, decay: Tensor | float) -> Self:
         """In place: decay · self + (1 − decay) · measured, for every moment with the same weight."""

@@ -92,18 +92,19 @@ class Accumulated:
         self.weights = self.weights.clone()
         if self.expected_statistics:
             self.known_finite = False  # this rank's may be, and another's not
-            self.statistics = {n: self.statistics.get(n, s.map(torch.zeros_like)) for n, s in statistics.items()}
+            nothing = {n: s.map_averages(torch.zeros_like) for n, s in statistics.items() if n not in self.statistics}
+            self.statistics = {n: nothing[n] if n in nothing else self.statistics[n] for n in statistics}
             self.examples = {n: self.weights.new_tensor(self.examples.get(n, 0.0)) for n in statistics}
         self.noise_examples = self.weights.new_tensor(self.noise_examples)
         counts = {name: count for name, count in self.examples.items() if isinstance(count, Tensor)}
         for name, count in counts.items():
-            self.statistics[name] = self.statistics[name].map(lambda tensor, count=count: tensor * count)
+            self.statistics[name] = self.statistics[name].map_averages(lambda tensor, count=count: tensor * count)
         sums = [tensor for s in self.statistics.values() for tensor in s.averages().values()]
         noise = [] if self.noise is None else [self.noise]
         ranks.sum_([self.weights, *sums, *counts.values(), self.noise_examples, *noise])
         self.weights /= ranks.size
         for name, count in counts.items():
-            self.statistics[name] = self.statistics[name].map(lambda t, count=count: t / count.clamp_min(1e-30))
+            self.statistics[name] = self.statistics[name].map_averages(lambda t, n=count: t / n.clamp_min(1e-30))
 
     @torch.no_grad()
     def add_statistics(
