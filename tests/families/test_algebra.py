@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NoReturn
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from noisygrad.families import dense, kronecker
+from noisygrad.families import base, dense, kronecker
 from noisygrad.kernels.triangles import times_large_lower
 from support.families import (
     CASES,
@@ -161,3 +163,17 @@ def test_products_with_a_triangle_leave_out_only_zeros() -> None:
     lower = torch.randn(2, 600, 600, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).tril()
     matrix = torch.randn(2, 5, 600, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(times_large_lower(matrix, lower), matrix @ lower)
+
+
+def test_a_floor_is_added_or_refused() -> None:
+    """Moments of other names than the base class knows have to say how it is done."""
+
+    @dataclasses.dataclass
+    class Squares(base.Statistics):
+        squares: Tensor
+
+        def factorise(self, prior: base.Prior, damping: float = 0.0, mode: base.DampingMode = "factored") -> NoReturn:
+            raise NotImplementedError
+
+    with pytest.raises(TypeError, match="has squares, of which none is called fisher or outputs: define add_floor_"):
+        Squares(torch.ones(3)).add_floor_(0.1)

@@ -175,9 +175,15 @@ class Statistics(TensorRecord, ABC):
     def add_floor_(self, floor: float) -> None:
         """In place: F + floor · I, or F + floor · I ⊗ A/a of a Kronecker product, a being the mean of A's diagonal.
 
-        So the floor of S ⊗ A does not depend on how the Fisher is divided between S and A.
+        So the floor of S ⊗ A does not depend on how the Fisher is divided between S and A. Moments of other names need
+        an `add_floor_` of their own: TypeError.
         """
         found = self.tensors()
+        if not any(name.startswith(("fisher", "outputs")) for name in found):
+            raise TypeError(
+                f"{type(self).__qualname__} has {', '.join(found)}, of which none is called fisher or outputs: define "
+                "add_floor_ for fisher_floor"
+            )
         for name, tensor in found.items():
             if name.startswith("fisher"):
                 tensor.diagonal(dim1=-2, dim2=-1).add_(floor)
