@@ -103,7 +103,10 @@ def test_a_missing_extra_is_named(monkeypatch, missing):
         (lambda: InformationGain(weight=np.nan), "weight of the bonus"),
         (lambda: InformationGain(minimum=0), "1 ≤ minimum ≤ capacity"),
         (lambda: InformationGain(train_every=0), "train_every must be at least 1"),
-        (lambda: InformationGain(DynamicsSettings(fit=NoisySettings(family="full"))), "dense family is not supported"),
+        (
+            lambda: InformationGain(DynamicsSettings(fit=NoisySettings(family="full"))),
+            "must be diagonal or a Kronecker",
+        ),
         (lambda: DynamicsSettings(fit=NoisySettings(), noise_std=0.0), "noise_std must be positive"),
         (lambda: DynamicsSettings(fit=NoisySettings(), hidden=()), "one or more sizes"),
         (lambda: Dynamics(2, 1, MODELS["NNG-FFG"], []), "one seed"),

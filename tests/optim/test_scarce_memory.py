@@ -11,9 +11,9 @@ from support.compare import each_optimizer
 
 
 def test_out_of_memory_in_statistics_halves_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from noisygrad.optim import fisher
+    from noisygrad.optim import measurement
 
-    real, tried = fisher.fisher_passes, []
+    real, tried = measurement.fisher_passes, []
 
     def scarce(*arguments: object, keep: int, **more: object) -> object:
         tried.append(keep)
@@ -21,7 +21,7 @@ def test_out_of_memory_in_statistics_halves_their_batch(monkeypatch: pytest.Monk
             raise torch.OutOfMemoryError("no memory for so many")
         return real(*arguments, keep=keep, **more)
 
-    monkeypatch.setattr(fisher, "fisher_passes", scarce)
+    monkeypatch.setattr(measurement, "fisher_passes", scarce)
     model = ng.networks.MLP(3, (4,), 1)
     optimizer = ng.NoisyKFAC(model, ng.Gaussian(), num_data=50, stats_every=1)
     x, y = torch.randn(16, 3), torch.randn(16, 1)

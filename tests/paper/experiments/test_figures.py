@@ -90,7 +90,7 @@ def test_the_files_have_four_matrices_and_how_they_were_made(tmp_path):
 
 
 def test_factorised_precision_is_diagonal():
-    (statistics,) = learner("NNG-FFG").statistics
+    (statistics,) = learner("NNG-FFG").covariance.statistics.values()
     expected = statistics.tensors().popitem()[1][0].double().numpy() + 1.0 / 442
     dense = precision(learner("NNG-FFG")).numpy()
     np.testing.assert_allclose(dense, np.diag(expected), rtol=1e-6)
@@ -99,7 +99,7 @@ def test_factorised_precision_is_diagonal():
 
 def test_matrix_variate_precision_is_a_kronecker_product_in_each_layer_and_zero_between():
     expected = np.zeros((63, 63))
-    for (begin, end), statistics in zip(LIMITS, learner("NNG-MVG").statistics, strict=True):
+    for (begin, end), statistics in zip(LIMITS, learner("NNG-MVG").covariance.statistics.values(), strict=True):
         expected[begin:end, begin:end] = damped_block(statistics.inputs, statistics.outputs)
     found = normalised(precision(learner("NNG-MVG")))
     np.testing.assert_allclose(found, scaled(expected), atol=1e-5)
@@ -107,7 +107,7 @@ def test_matrix_variate_precision_is_a_kronecker_product_in_each_layer_and_zero_
 
 
 def test_block_tridiagonal_precision_couples_neighbours_and_what_lies_beyond_only_through_them():
-    (statistics,) = learner("NNG-BlkTri").statistics
+    (statistics,) = learner("NNG-BlkTri").covariance.statistics.values()
     dense = precision(learner("NNG-BlkTri")).numpy()
     for layer, factors in enumerate(zip(statistics.inputs, statistics.outputs, strict=True)):
         expected = damped_block(*factors)
@@ -121,7 +121,7 @@ def test_block_tridiagonal_precision_couples_neighbours_and_what_lies_beyond_onl
 
 
 def test_full_precision_is_the_averaged_fisher_and_the_prior():
-    (statistics,) = learner("NNG-full").statistics
+    (statistics,) = learner("NNG-full").covariance.statistics.values()
     fisher = statistics.tensors().popitem()[1][0].double().numpy()
     found = normalised(precision(learner("NNG-full")))
     np.testing.assert_allclose(found, scaled(fisher + np.eye(63) / 442), atol=1e-5)

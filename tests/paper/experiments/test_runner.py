@@ -207,7 +207,7 @@ def test_a_process_that_dies_does_not_stop_the_others(results, backend, request)
         run(plan, die_on_wine, results, **options(backend, request))
     (failure,) = caught.value.failures
     assert failure.job == plan[0]
-    assert "want of memory" in failure.error
+    assert "out of memory" in failure.error
     assert {cell.key for cell in results.load()} == {key for key, _ in expected(plan[1:])}
 
 
