@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -11,77 +9,26 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributions import MultivariateNormal, kl_divergence
 
-from noisygrad.curvature.passes import MatrixPass
 from noisygrad.families import dense, eigen, kl, kronecker
-from noisygrad.families.units import Slot, Unit
 from noisygrad.kernels import factorisation, squared_products
 from noisygrad.kernels.factorisation import FactorisationError, unchecked
+from support.eigen_cases import (
+    BATCHES,
+    BETWEEN_TIES,
+    CLOSE_BASES,
+    IN,
+    OUT,
+    PRIORS,
+    dense_prior,
+    examples,
+    fitted,
+    make_prior,
+    measure,
+    one_basis,
+    per_example,
+    start,
+)
 from support.families import close, columns, few, layer_moments, normal, positive, seeds
-
-BATCHES: tuple[tuple[int, ...], ...] = ((), (2,), (2, 3))
-PRIORS = ("isotropic", "diagonal", "matrices")
-OUT, IN = 4, 5
-
-
-def spd(seed: int, batch: tuple[int, ...], size: int) -> Tensor:
-    root = normal(seed, *batch, size, size)
-    return root @ root.mT / size + 0.2 * torch.eye(size, dtype=torch.float64)
-
-
-def make_prior(kind: str, seed: int, batch: tuple[int, ...], outputs: int = OUT, inputs: int = IN) -> kronecker.Prior:
-    if kind == "matrices":
-        return kronecker.Prior(spd(seed, batch, inputs), spd(seed + 1, batch, outputs), diagonal=False)
-    if kind == "isotropic":
-        return kronecker.Prior.from_columns(torch.full((*batch, inputs), 0.3, dtype=torch.float64), outputs)
-    return kronecker.Prior(positive(seed, *batch, inputs), positive(seed + 1, *batch, outputs), diagonal=True)
-
-
-def examples(seed: int, shape: tuple[int, ...], positions: int, outputs: int = OUT, inputs: int = IN) -> Any:
-    """Inputs without the constant, and output gradients that depend on them, so that S ⊗ A is not exact."""
-    activations = normal(seed, *shape, positions, inputs - 1)
-    gradients = normal(seed + 1, *shape, positions, outputs)
-    return activations, gradients * (1.0 + activations.square().sum(-1, keepdim=True))
-
-
-def measure(activations: Tensor, gradients: Tensor, constant: bool, current: eigen.Statistics) -> eigen.Statistics:
-    """What the family makes of one pass through a layer."""
-    unit = Unit("layer", "matrix", OUT, IN, (Slot("layer", 0, IN),), "Linear")
-    return eigen.EIGEN.measure([unit], {"layer": MatrixPass(activations, gradients, constant)}, current)
-
-
-def start(prior: kronecker.Prior) -> eigen.Statistics:
-    return eigen.EIGEN.identity(prior)
-
-
-def fitted(kind: str, seed: int, batch: tuple[int, ...], outputs: int = OUT, inputs: int = IN) -> Any:
-    """A prior, and a moving average whose bases are not those of its last A and S."""
-    prior = make_prior(kind, seed, batch, outputs, inputs)
-    statistics = start(prior)
-    for i in range(3):
-        data = examples(seed + 10 * i, (*batch, 6), 3, outputs, inputs)
-        statistics.update_(measure(*data, True, statistics), 0.5)
-        if i < 2:
-            statistics.refresh_basis_(prior)
-    return prior, statistics
-
-
-def one_basis(prior: kronecker.Prior, activations: Tensor, gradients: Tensor) -> eigen.Statistics:
-    """All of the same examples: A and S, their bases, and R in these."""
-    begun = start(prior)
-    found = measure(activations, gradients, True, begun)
-    found.refresh_basis_(prior)
-    return measure(activations, gradients, True, found)
-
-
-def per_example(activations: Tensor, gradients: Tensor, constant: bool) -> Tensor:
-    """Gradients of each example, `[..., B, out, in]`."""
-    ones = torch.ones(*activations.shape[:-1], int(constant), dtype=torch.float64)
-    return torch.einsum("...ti,...tj->...ij", gradients, torch.cat([activations, ones], -1))
-
-
-def dense_prior(prior: kronecker.Prior, batch: tuple[int, ...]) -> Tensor:
-    return columns(prior.times, prior.outputs.shape[-1] * prior.inputs.shape[-1], batch)
-
 
 for_every_prior = pytest.mark.parametrize("kind", PRIORS)
 for_every_batch = pytest.mark.parametrize("batch", BATCHES, ids=str)
@@ -289,10 +236,10 @@ def test_new_bases_keep_the_trace_and_the_diagonal(kind: str, batch: tuple[int, 
     close(statistics.fisher.flatten(-2), (basis.mT @ old @ basis).diagonal(dim1=-2, dim2=-1))
     for side, moment in ((statistics.left, before.outputs), (statistics.right, before.inputs)):
         white = side.mT @ moment @ side
-        close(white, torch.diag_embed(white.diagonal(dim1=-2, dim2=-1)))
+        close(white, torch.diag_embed(white.diagonal(dim1=-2, dim2=-1)), BETWEEN_TIES)
     again = statistics.clone()
     again.refresh_basis_(prior)  # nothing has been measured since
-    close(again.factorise(prior).to_dense(), statistics.factorise(prior).to_dense(), 1e-8)
+    close(again.factorise(prior).to_dense(), statistics.factorise(prior).to_dense(), BETWEEN_TIES)
 
 
 @for_every_batch
@@ -309,12 +256,16 @@ def test_equals_exact_kronecker_where_the_fisher_is_a_product(
     theirs = layer_moments(activations, gradients, True).factorise(prior, damping, "exact")
     vector = normal(7, *batch, OUT * IN)
     for name in ("solve", "sample", "quad"):
-        close(getattr(ours, name)(vector), getattr(theirs, name)(vector))
-    close(ours.logdet(), theirs.logdet())
-    close(ours.trace(prior), theirs.trace(prior))
-    close(ours.to_dense(), theirs.to_dense())
+        close(getattr(ours, name)(vector), getattr(theirs, name)(vector), CLOSE_BASES)
+    close(ours.logdet(), theirs.logdet(), CLOSE_BASES)
+    close(ours.trace(prior), theirs.trace(prior), CLOSE_BASES)
+    close(ours.to_dense(), theirs.to_dense(), CLOSE_BASES)
     if damping == 0.0:
-        close(columns(ours.as_prior().times, OUT * IN, batch), columns(theirs.as_prior().times, OUT * IN, batch))
+        close(
+            columns(ours.as_prior().times, OUT * IN, batch),
+            columns(theirs.as_prior().times, OUT * IN, batch),
+            CLOSE_BASES,
+        )
 
 
 # What is refused
@@ -392,3 +343,17 @@ def test_float32_is_as_good_as_its_digits(kind: str) -> None:
     close(narrow.to_dense().double(), wide.to_dense(), 1e-4)
     noise = normal(4, 2, OUT * IN)
     close(narrow.sample(noise.float()).double(), wide.sample(noise), 1e-4)
+
+
+@pytest.mark.parametrize("kind", ["isotropic", "matrices"])
+def test_rounding_does_not_choose_the_basis(kind: str) -> None:
+    """Two examples show two of the directions; the others have equal eigenvalues."""
+    prior, found = make_prior(kind, 3, ()), []
+    for nudge in (1.0, 1.0 + 1e-14):
+        statistics = start(prior)
+        for i in range(4):
+            activations, gradients = examples(7 * i, (2,), 1)
+            statistics.update_(measure(activations * nudge, gradients, True, statistics), 0.5)
+            statistics.refresh_basis_(prior)
+        found.append(statistics.factorise(prior).to_dense())
+    assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-5

@@ -75,8 +75,8 @@ class Statistics(base.Statistics):
         old_left = _orthonormal(self.left, rows, prior.diagonal)
         old_right = _orthonormal(self.right, columns, prior.diagonal)
         _check(self.fisher + 1.0, old_left, old_right, 0.0)
-        left = _eigenvectors(self.outputs, rows, prior.diagonal)
-        right = _eigenvectors(self.inputs, columns, prior.diagonal)
+        left = _eigenvectors(self.outputs, rows, prior.diagonal, old_left)
+        right = _eigenvectors(self.inputs, columns, prior.diagonal, old_right)
         # M = L_newᵀ Γ L_old is a rotation from the old basis to the new one, of which R takes the squares.
         turn_left, turn_right = matmul(left.mT, old_left).square_(), matmul(right.mT, old_right).square_()
         fisher = matmul(matmul(turn_left, self.fisher), turn_right.mT)
@@ -145,11 +145,24 @@ def _orthonormal(basis: Tensor, whitener: Tensor, diagonal: bool) -> Tensor:
     return solved
 
 
-def _eigenvectors(moment: Tensor, whitener: Tensor, diagonal: bool) -> Tensor:
-    """Those of Wᵀ `moment` W."""
+def _eigenvectors(moment: Tensor, whitener: Tensor, diagonal: bool, old: Tensor | None = None) -> Tensor:
+    """Those of Wᵀ `moment` W; where eigenvalues are equal, the ones of the `old` basis.
+
+    Directions that no example has shown have equal eigenvalues. Rounding would choose among their bases, and R, which
+    is measured in the one chosen, would differ from machine to machine.
+    """
     if diagonal:
-        return symmetric_eigh(whitener[..., :, None] * moment * whitener[..., None, :])[1]
-    return symmetric_eigh(matmul(matmul(whitener.mT, moment), whitener))[1]
+        whitened = whitener[..., :, None] * moment * whitener[..., None, :]
+    else:
+        whitened = matmul(matmul(whitener.mT, moment), whitener)
+    if old is None:
+        return symmetric_eigh(whitened)[1]
+    seen = matmul(matmul(old.mT, whitened), old)
+    spread = torch.linspace(
+        0.0, torch.finfo(seen.dtype).eps ** 0.5, seen.shape[-1], dtype=seen.dtype, device=seen.device
+    )
+    seen.diagonal(dim1=-2, dim2=-1).add_(spread * seen.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True))
+    return matmul(old, symmetric_eigh(seen)[1])
 
 
 def _identity_basis(factor: Tensor, diagonal: bool) -> Tensor:
