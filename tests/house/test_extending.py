@@ -126,6 +126,12 @@ def test_momentum() -> None:
         (Family, TypeError, "it lacks cost, identity, measure, partition, pieces, prior"),
         (diagonal.Diagonal, TypeError, r"register an object of it: Diagonal\(\)"),
         ("diagonal", TypeError, "an object of a subclass of Family, not a str"),
+        (
+            type("Odd", (diagonal.Diagonal,), {"name": "odd", "reads": "nonsense"})(),
+            TypeError,
+            "reads = 'nonsense'; it may be",
+        ),
+        (type("Odd", (diagonal.Diagonal,), {"name": "odd", "layout": 3})(), TypeError, "layout = 3; it may be matrix"),
         (type("Nameless", (diagonal.Diagonal,), {"name": ""})(), TypeError, "Nameless has no name"),
     ],
 )

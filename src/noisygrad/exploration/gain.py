@@ -120,7 +120,8 @@ def information_gain(
     """What each example by itself would teach, `[examples]`, in nats.
 
     Args:
-        posterior: Of a network of Linear layers, of the diagonal or the Kronecker family.
+        posterior: Of a network of Linear layers, whose blocks are diagonal or Kronecker products, perhaps
+            with a spectrum of their own.
         inputs: `[examples, features]`.
         targets: As the likelihood wants them.
         num_samples: Draws of the weights that gradient and Fisher are averaged over; 0 takes them at the mean.

@@ -10,7 +10,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -140,7 +140,7 @@ FAMILIES: dict[str, Family] = {}
 
 
 def register_family(family: Family) -> Family:
-    """Make a family known by its name, so that optimisers, estimators and files find it.
+    """Make a family known by its name, so that optimisers, the replica engine and files find it.
 
     Raises:
         TypeError: It is not an object of a `Family` class, or the class lacks a part of the contract.
@@ -154,6 +154,11 @@ def register_family(family: Family) -> Family:
         raise TypeError(f"a family is an object of a subclass of Family, not a {type(family).__name__}")
     if not isinstance(getattr(family, "name", None), str) or not family.name:
         raise TypeError(f'the family {type(family).__name__} has no name: give the class `name = "..."`')
+    for part, known in (("layout", get_args(Layout)), ("reads", get_args(Reads))):
+        if getattr(family, part) not in known:
+            raise TypeError(
+                f"the family {family.name!r} has {part} = {getattr(family, part)!r}; it may be {', '.join(known)}"
+            )
     if family.name in FAMILIES:
         raise ValueError(f"there is a family {family.name!r} already ({type(FAMILIES[family.name]).__name__})")
     FAMILIES[family.name] = family

@@ -69,7 +69,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
             follows a scheduler. Schedules of `kl_clip` and `fisher_decay` are read when the step is captured.
     """
 
-    family: ClassVar[str]
+    family: ClassVar[str] = ""
     """The name of the covariance family."""
     default_stats_every: ClassVar[int] = 1
     default_factor_every: ClassVar[int] = 1

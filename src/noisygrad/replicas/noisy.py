@@ -63,6 +63,8 @@ class NoisySettings:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}")
+        if self.damping_mode not in (modes := family_named(self.family).damping_modes):
+            raise ValueError(f"the {self.family} family has damping_mode {', '.join(modes)}; got {self.damping_mode!r}")
         if not 0 <= self.momentum < 1 or not 0 <= self.fisher_decay < 1 or not self.damping >= 0:
             raise ValueError(
                 "momentum and fisher_decay must lie in [0, 1) and damping be at least 0; got "
