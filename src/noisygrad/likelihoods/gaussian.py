@@ -162,7 +162,8 @@ class Gaussian(Likelihood):
         sharing = self._expand(output)
         normaliser, precision = self.half_log_normaliser, self.half_precision
         if precision.dim() == precision.numel() == 1:  # fewer operations for autograd
-            error = F.mse_loss(widened(output), target)
+            wide = widened(output)
+            error = F.mse_loss(wide, target.to(wide.dtype))  # of one dtype: torch 2.11 has no backward of a mixture
             loss = torch.addcmul(normaliser.squeeze(), precision.squeeze(), error)
         else:
             loss = torch.addcmul(normaliser, precision, self._mean_square(output, target)).sum()
