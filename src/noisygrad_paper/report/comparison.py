@@ -64,6 +64,7 @@ class Metric:
 
 RMSE = Metric(key="rmse", title="test RMSE", better="lowest")
 LOG_LIKELIHOOD = Metric(key="log_likelihood", title="test log-likelihood", better="highest")
+ELBO = Metric(key="elbo", title="ELBO of the training rows in nats, targets standardised", better="highest")
 CORRELATION = Metric(key="correlation", title="correlation of predictive variances with HMC's", better="highest")
 RMSE_RANDOM = Metric(key="rmse_random", title="test RMSE after random acquisitions", better="lowest")
 RMSE_ACTIVE = Metric(key="rmse_active", title="test RMSE after acquisitions by variance", better="lowest")

@@ -9,7 +9,7 @@ from pathlib import Path
 from noisygrad.pages.tables import Column, Table
 from noisygrad_paper.experiments.cells import Results
 from noisygrad_paper.report import paper
-from noisygrad_paper.report.comparison import LOG_LIKELIHOOD, RMSE, Metric, signed
+from noisygrad_paper.report.comparison import ELBO, LOG_LIKELIHOOD, RMSE, Metric, signed
 from noisygrad_paper.report.comparison_table import ComparisonTable
 from noisygrad_paper.report.entries import entry
 from noisygrad_paper.report.figures import difference_plot
@@ -187,8 +187,10 @@ def _beyond(page: ReportPage, study: Study) -> None:
 
 
 def _own_tables(page: ReportPage, study: Study, methods: Sequence[str], data: Sequence[str]) -> None:
-    for metric in METRICS:
-        page.table(comparison_table(study, methods, data, metric, legend=metric is METRICS[0]))
+    for metric in (*METRICS, ELBO):
+        known = [m for m in methods if any(study.values(m, name, metric) for name in data)]
+        if known:
+            page.table(comparison_table(study, known, data, metric, legend=metric is METRICS[0]))
 
 
 def shortfalls(study: Study) -> list[Standing]:
