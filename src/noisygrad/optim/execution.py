@@ -7,9 +7,11 @@ the draw of the weights and the move of the mean, without touching the user's mo
 
 from __future__ import annotations
 
+import gc
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -32,6 +34,18 @@ def _side(device: torch.device) -> torch.cuda.Stream:
     if index not in kept:
         kept[index] = torch.cuda.Stream(index)
     return kept[index]
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """No garbage collection inside: an old graph that is destroyed while another is recorded spoils the recording."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Executor(ABC):
@@ -90,6 +104,7 @@ class Replay:
                     self._warm_up()
                     return
                 self._graph = self._recorded()
+            del self._work  # whose owner may own this: the graph then goes with its owner, not at some later collection
         self._graph.replay()  # which knows its GPU
 
     @property
@@ -113,7 +128,8 @@ class Replay:
         for generator in self._generators:
             graph.register_generator_state(generator)
         # Other threads may be training on the same GPU.
-        with torch.cuda.graph(graph, pool=self._pool(), capture_error_mode="thread_local"):
+        recording = torch.cuda.graph(graph, pool=self._pool(), capture_error_mode="thread_local")
+        with _without_collection(), recording:
             self._work()
         return graph
 
