@@ -11,7 +11,7 @@ from gymnasium.wrappers import TimeLimit
 from stable_baselines3 import PPO
 from stable_baselines3.common.monitor import Monitor
 
-from noisygrad.exploration import InformationGain
+from noisygrad_paper.curiosity import InformationGain
 
 
 class Swing(gymnasium.Env):

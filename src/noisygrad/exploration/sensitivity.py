@@ -6,14 +6,12 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
 from noisygrad.curvature.capture import Capture
 from noisygrad.families.units import Unit
 from noisygrad.posterior.posterior import Posterior
-from noisygrad.replicas.perceptrons import Perceptrons
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,27 +47,6 @@ def sensitivities(
         name: Sensitivity(*(torch.stack(parts, 1) for parts in zip(*(f[name] for f in found), strict=True)))
         for name in names
     }
-
-
-def perceptron_sensitivities(
-    network: Perceptrons, weights: Tensor, inputs: Tensor, targets: Tensor, noise_std: float
-) -> list[Sensitivity]:
-    """The sensitivity of every layer of a perceptron with Gaussian noise, by hand: far quicker than by hooks.
-
-    `weights` are `[K, n]`, a draw in each row; inputs `[B, inputs]`, targets `[B, outputs]`.
-    """
-    draws = weights.unsqueeze(0)
-    below, outputs = network.forward(draws, inputs.unsqueeze(0))
-    gradients = network.backward(draws, below, (targets - outputs) / noise_std**2)
-    rows = [part.squeeze(0).transpose(0, 1).contiguous() for part in below]
-    # The Fisher of the outputs is I / noise_std²: the columns of its root are unit vectors, for every example.
-    roots = [torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)[None, None] / noise_std]
-    for matrix, under in zip(network.matrices(weights)[:0:-1], rows[:0:-1], strict=True):
-        roots.append((roots[-1] @ matrix[..., :-1]) * (under > 0).unsqueeze(-2))
-    return [
-        Sensitivity(F.pad(row, (0, 1), value=1.0), gradient.squeeze(0).transpose(0, 1), root)
-        for row, gradient, root in zip(rows, gradients, reversed(roots), strict=True)
-    ]
 
 
 def _at(

@@ -20,10 +20,18 @@ import torch
 from numpy.typing import NDArray
 from stable_baselines3.common.callbacks import BaseCallback
 
-from noisygrad.exploration import Bonus, Dynamics, DynamicsSettings, GainBonus, IntrinsicReward, ReplayPool, Transitions
 from noisygrad.kernels.threads import one_thread
 from noisygrad.replicas.noisy import NoisySettings
 from noisygrad_paper.baselines.bbb import BBBSettings
+from noisygrad_paper.curiosity import (
+    Bonus,
+    Dynamics,
+    DynamicsSettings,
+    GainBonus,
+    IntrinsicReward,
+    ReplayPool,
+    Transitions,
+)
 from noisygrad_paper.environments import TASKS
 from noisygrad_paper.experiments import exploration_conditions as conditions
 from noisygrad_paper.experiments.cells import Cell, Job, Report

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from noisygrad.exploration.recording import Transitions
+from noisygrad_paper.curiosity.recording import Transitions
 
 Array = NDArray[np.float64]
 

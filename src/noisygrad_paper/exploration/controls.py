@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from noisygrad.exploration.bonus import Bonus
-from noisygrad.exploration.recording import Transitions
-from noisygrad.exploration.replay import ReplayPool
+from noisygrad_paper.curiosity.bonus import Bonus
+from noisygrad_paper.curiosity.recording import Transitions
+from noisygrad_paper.curiosity.replay import ReplayPool
 
 Array = NDArray[np.float64]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from noisygrad.exploration.dynamics import MODELS as GENERAL
-from noisygrad.exploration.dynamics import DynamicsSettings
 from noisygrad.replicas.noisy import NoisySettings
 from noisygrad_paper.baselines.bbb import BBBSettings
+from noisygrad_paper.curiosity.dynamics import MODELS as GENERAL
+from noisygrad_paper.curiosity.dynamics import DynamicsSettings
 
 
 def _as_released(name: str) -> DynamicsSettings:

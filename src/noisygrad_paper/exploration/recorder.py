@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper
 
-from noisygrad.exploration.recording import Tape, Transitions
-from noisygrad.exploration.supported import require_box
+from noisygrad_paper.curiosity.recording import Tape, Transitions
+from noisygrad_paper.curiosity.supported import require_box
 
 Array = NDArray[np.float32]
 

@@ -17,7 +17,7 @@ from stable_baselines3.common.policies import ActorCriticPolicy
 from stable_baselines3.common.type_aliases import GymEnv
 from stable_baselines3.common.vec_env import VecEnv
 
-from noisygrad.exploration.bonus import IntrinsicReward
+from noisygrad_paper.curiosity.bonus import IntrinsicReward
 from noisygrad_paper.environments import HORIZON, TASKS, Task
 from noisygrad_paper.environments.vector import TaskVector
 from noisygrad_paper.exploration.baseline import LinearFeatureBaseline

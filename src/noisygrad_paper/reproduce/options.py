@@ -177,5 +177,5 @@ def clear_errors() -> Iterator[None]:
         yield
     except (ConfigurationError, ResultsError, ConnectionError, ModuleNotFoundError, OSError, ValueError) as error:
         known = not isinstance(error, ModuleNotFoundError) or "pip install" in str(error)
-        typer.echo(f"Error: {error}" if known else f"Error: {error}: {INSTALL}", err=True)
+        typer.echo(f"Error: {error}" if known else f"Error: {error}: {INSTALL.format('paper')}", err=True)
         raise typer.Exit(2) from None

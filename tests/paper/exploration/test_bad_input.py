@@ -13,7 +13,7 @@ pytest.importorskip("sb3_contrib")
 from gymnasium import spaces
 from stable_baselines3.common.vec_env import DummyVecEnv
 
-from noisygrad.exploration import InformationGain, IntrinsicReward
+from noisygrad_paper.curiosity import InformationGain, IntrinsicReward
 from noisygrad_paper.environments import CartPoleSwingup, DoublePendulum, MountainCar
 from noisygrad_paper.environments.vector import TaskVector
 from noisygrad_paper.exploration import LinearBaselineTRPO, LinearFeatureBaseline, NoBonus, Recorder, paper_trpo

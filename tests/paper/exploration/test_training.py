@@ -12,7 +12,7 @@ pytest.importorskip("sb3_contrib")
 import torch
 from stable_baselines3.common.vec_env import DummyVecEnv
 
-from noisygrad.exploration import Bonus, IntrinsicReward, ReplayPool, Transitions
+from noisygrad_paper.curiosity import Bonus, IntrinsicReward, ReplayPool, Transitions
 from noisygrad_paper.environments import TASKS, CartPoleSwingup, DoublePendulum, MountainCar
 from noisygrad_paper.environments.vector import TaskVector
 from noisygrad_paper.exploration import (

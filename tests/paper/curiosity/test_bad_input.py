@@ -12,7 +12,8 @@ pytest.importorskip("stable_baselines3")
 from gymnasium import spaces
 from stable_baselines3 import PPO, SAC
 
-from noisygrad.exploration import (
+from noisygrad.replicas.noisy import NoisySettings
+from noisygrad_paper.curiosity import (
     MODELS,
     Dynamics,
     DynamicsSettings,
@@ -22,9 +23,8 @@ from noisygrad.exploration import (
     ReplayPool,
     Transitions,
 )
-from noisygrad.exploration.bonus import Bonus
-from noisygrad.exploration.supported import require_on_policy
-from noisygrad.replicas.noisy import NoisySettings
+from noisygrad_paper.curiosity.bonus import Bonus
+from noisygrad_paper.curiosity.supported import require_on_policy
 from support.made_environment import Made
 
 
@@ -87,11 +87,11 @@ def test_off_policy_algorithms_are_refused():
 
 @pytest.mark.parametrize("missing", ["gymnasium", "stable_baselines3"])
 def test_a_missing_extra_is_named(monkeypatch, missing):
-    for name in [name for name in sys.modules if name.startswith("noisygrad.exploration")]:
+    for name in [name for name in sys.modules if name.startswith("noisygrad_paper.curiosity")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ImportError, match=rf"needs {missing}.*pip install 'noisygrad\[rl\]'"):
-        importlib.import_module("noisygrad.exploration")
+        importlib.import_module("noisygrad_paper.curiosity")
 
 
 @pytest.mark.parametrize(

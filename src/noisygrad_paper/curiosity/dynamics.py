@@ -16,19 +16,20 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from noisygrad.exploration.gain import CovarianceTerm, layer_gain
-from noisygrad.exploration.recording import Transitions
-from noisygrad.exploration.replay import ReplayPool, Scale
-from noisygrad.exploration.sensitivity import perceptron_sensitivities
+from noisygrad.exploration.sensitivity import Sensitivity
 from noisygrad.kernels.threads import one_thread
 from noisygrad.likelihoods import Gaussian
 from noisygrad.replicas.engine import ReplicaGenerators
 from noisygrad.replicas.noisy import NoisySettings
 from noisygrad.replicas.perceptrons import Perceptrons
 from noisygrad.replicas.variational import VariationalLearner
+from noisygrad_paper.curiosity.recording import Transitions
+from noisygrad_paper.curiosity.replay import ReplayPool, Scale
 
 Array = NDArray[np.float64]
 
@@ -219,3 +220,24 @@ def _pairs(scales: Sequence[Scale], parts: Sequence[NDArray[np.float32]]) -> tup
         torch.from_numpy(scale.standardise(part)) for scale, part in zip(scales, parts, strict=True)
     )
     return torch.cat([observations, actions], -1), following
+
+
+def perceptron_sensitivities(
+    network: Perceptrons, weights: Tensor, inputs: Tensor, targets: Tensor, noise_std: float
+) -> list[Sensitivity]:
+    """The sensitivity of every layer of a perceptron with Gaussian noise, by hand: far quicker than by hooks.
+
+    `weights` are `[K, n]`, a draw in each row; inputs `[B, inputs]`, targets `[B, outputs]`.
+    """
+    draws = weights.unsqueeze(0)
+    below, outputs = network.forward(draws, inputs.unsqueeze(0))
+    gradients = network.backward(draws, below, (targets - outputs) / noise_std**2)
+    rows = [part.squeeze(0).transpose(0, 1).contiguous() for part in below]
+    # The Fisher of the outputs is I / noise_std²: the columns of its root are unit vectors, for every example.
+    roots = [torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)[None, None] / noise_std]
+    for matrix, under in zip(network.matrices(weights)[:0:-1], rows[:0:-1], strict=True):
+        roots.append((roots[-1] @ matrix[..., :-1]) * (under > 0).unsqueeze(-2))
+    return [
+        Sensitivity(F.pad(row, (0, 1), value=1.0), gradient.squeeze(0).transpose(0, 1), root)
+        for row, gradient, root in zip(rows, gradients, reversed(roots), strict=True)
+    ]

@@ -13,7 +13,7 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from noisygrad.exploration.recording import Transitions
+from noisygrad_paper.curiosity.recording import Transitions
 
 Array = NDArray[np.float64]
 

@@ -11,8 +11,8 @@ for _module in ("Box2D", "gymnasium", "sb3_contrib"):
 import torch
 from torch.func import jacrev
 
-from noisygrad.exploration import Dynamics, DynamicsSettings, ReplayPool, Transitions
 from noisygrad.replicas.noisy import NoisySettings
+from noisygrad_paper.curiosity import Dynamics, DynamicsSettings, ReplayPool, Transitions
 from noisygrad_paper.environments import TASKS
 from noisygrad_paper.environments.vector import TaskVector
 from noisygrad_paper.exploration import MODELS, Recorder

@@ -13,7 +13,7 @@ from sb3_contrib import TRPO
 from stable_baselines3 import A2C, PPO
 from stable_baselines3.common.callbacks import BaseCallback
 
-from noisygrad.exploration import MODELS, InformationGain
+from noisygrad_paper.curiosity import MODELS, InformationGain
 
 QUICK = dataclasses.replace(MODELS["NNG-MVG"], hidden=(4,), updates=20)
 

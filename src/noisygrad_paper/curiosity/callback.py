@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 from stable_baselines3.common.callbacks import BaseCallback
 
-from noisygrad.exploration.bonus import Bonus, IntrinsicReward
-from noisygrad.exploration.dynamics import MODELS, Dynamics, DynamicsSettings, Errors
 from noisygrad.exploration.gain import CovarianceTerm
-from noisygrad.exploration.recording import Tape, Transitions
-from noisygrad.exploration.replay import ReplayPool
-from noisygrad.exploration.supported import require_box, require_on_policy
+from noisygrad_paper.curiosity.bonus import Bonus, IntrinsicReward
+from noisygrad_paper.curiosity.dynamics import MODELS, Dynamics, DynamicsSettings, Errors
+from noisygrad_paper.curiosity.recording import Tape, Transitions
+from noisygrad_paper.curiosity.replay import ReplayPool
+from noisygrad_paper.curiosity.supported import require_box, require_on_policy
 
 Array = NDArray[np.float64]
 

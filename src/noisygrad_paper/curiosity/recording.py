@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from noisygrad.exploration.supported import require_finite
+from noisygrad_paper.curiosity.supported import require_finite
 
 Array = NDArray[np.float32]
 

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from noisygrad.exploration.recording import Transitions
+from noisygrad_paper.curiosity.recording import Transitions
 
 Array = NDArray[np.float32]
 
