@@ -33,15 +33,9 @@ likely for want of AVX-512. Since large products go to oneDNN too, it is as belo
 
 On the GPU all methods have images in channels-last order and TF32 products; captured steps are CUDA graphs (all but
 K-FAC's refreshes), bf16 ones have a network in bfloat16. Eager steps there wait for the host, and hosts differ, so that
-ratios to eager SGD do too. In the last five runs, of which the figures below are the fifth and only three were kept,
-SGD took 4.5, 4.0, 3.7, 3.5 and 4.5 ms, NoisyAdam 1.25, 1.29, 1.35, 1.35 and 1.21 times as long (0.77 to 0.82 × IVON in
-the four that had it), and captured NoisyKFAC 0.68, 0.89, 1.01, 1.01 and 0.74 times. Code differs too: before the second
-run K-FAC's factors were whole, which took 1078 MB (eager) and made its captured step 3.07 ms; before the fifth,
-statistics began to take fewer operations on the host, and the mean to move by a recorded graph after them. A step
-of NoisyAdam with statistics took 12.9 ms in the fourth run, on the faster host, and 12.1 in the fifth. A refresh of
-K-FAC's factors waits for the GPU once since the fourth, not once for each shape of layers, and makes two dampings in
-one batch: 107 ms in place of 101 here, and in the measurements of growth below 109 in place of 106 at width ×1 and 636
-in place of 808 at ×4.
+ratios to eager SGD do too. In six runs of changing code on several hosts, the last of which is below, SGD took 4.5,
+4.0, 3.7, 3.5, 4.5 and 3.3 ms, NoisyAdam 1.25, 1.29, 1.35, 1.35, 1.21 and 1.26 times as long (0.76 to 0.82 × IVON), and
+captured NoisyKFAC 0.68, 0.89, 1.01, 1.01, 0.74 and 0.92 times.
 
 Peak memory is that of a process that does nothing else: what is resident beyond the start, or allocated on the GPU.
 Ours has steps with statistics and a refresh of the factors in it. On a CPU the start has torch's compiler in it, about

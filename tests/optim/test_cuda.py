@@ -12,7 +12,7 @@ from torch import Tensor
 import noisygrad as ng
 from noisygrad.algorithm import stacks
 from noisygrad.optim import CapturedStep
-from noisygrad.optim.execution import GraphCache
+from noisygrad.optim.execution import GraphCache, Replay
 from noisygrad_paper.data import load_images
 from noisygrad_paper.experiments.classification import Learning, plan
 from noisygrad_paper.experiments.image_methods import METHODS
@@ -341,3 +341,20 @@ def test_statistics_do_not_keep_all_output_gradients() -> None:
         optimizer.step(lambda: (model(x), y))
         peaks.append(torch.cuda.max_memory_allocated())
     assert peaks[3] - peaks[2] < 8 * size
+
+
+def test_a_replay_keeps_what_its_work_reads_and_writes():
+    """A recording knows addresses alone: memory that only the work held must not be given to others."""
+
+    def made(total):
+        kept = torch.ones(1 << 20, device="cuda")
+        return Replay(lambda: total.add_(kept.sum()), total.device, differentiates=False)
+
+    total = torch.zeros((), device="cuda")
+    replay = made(total)
+    for _ in range(5):
+        replay()
+    others = [torch.full((1 << 20,), 7.0, device="cuda") for _ in range(8)]
+    replay()
+    assert float(total) == 6 * (1 << 20)
+    assert len(others) == 8

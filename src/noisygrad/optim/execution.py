@@ -104,7 +104,6 @@ class Replay:
                     self._warm_up()
                     return
                 self._graph = self._recorded()
-            del self._work  # whose owner may own this: the graph then goes with its owner, not at some later collection
         self._graph.replay()  # which knows its GPU
 
     @property
