@@ -4,8 +4,6 @@ An archive is one safetensors file: tensors by name, and a JSON header in its me
 in it is ever unpickled.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

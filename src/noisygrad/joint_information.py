@@ -6,8 +6,6 @@ information is submodular: no gain grows as the batch does, and to choose the be
 the most that a batch of that size can have.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

@@ -1,7 +1,5 @@
 """Colours and style of every picture, safe for colour-blind readers, and how they change on a dark page."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec

@@ -4,8 +4,6 @@ Nothing here touches pyplot: no window, no figure kept alive, no display needed.
 Where a function takes one thing or several by name, several are drawn as panels with common scales.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy

@@ -4,8 +4,6 @@ The prior of every weight and bias is N(0, η) with η = `prior_variance`; the s
 where they start. Conventions: `docs/conventions.md`.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import math
 from collections.abc import Iterable, Mapping

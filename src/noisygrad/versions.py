@@ -1,7 +1,5 @@
 """What a result was made with: it belongs to every row."""
 
-from __future__ import annotations
-
 import platform
 from importlib.metadata import PackageNotFoundError, version
 

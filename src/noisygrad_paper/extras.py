@@ -1,7 +1,5 @@
 """Packages that only the reproduction needs, and what to say where one is missing."""
 
-from __future__ import annotations
-
 import importlib.util
 
 INSTALL = "pip install 'noisygrad[{}]'"

@@ -1,7 +1,5 @@
 """Networks of the image experiments: the paper's VGG16, and a small one for digits."""
 
-from __future__ import annotations
-
 import math
 
 import torch

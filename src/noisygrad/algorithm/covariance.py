@@ -4,8 +4,6 @@ All in place, so that a captured graph sees it, and batched over replicas. A ref
 factors as they were; `refresh_where_finite_` decides so for each replica by itself, without a look at the host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 

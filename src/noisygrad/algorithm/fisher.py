@@ -1,7 +1,5 @@
 """The moving average F̄ of the Fisher, block by block."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal

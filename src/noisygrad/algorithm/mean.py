@@ -4,8 +4,6 @@ A momentum mode is a subclass of `Momentum` with a name: it changes the gradient
 step after it was clipped.
 """
 
-from __future__ import annotations
-
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar

@@ -5,8 +5,6 @@ split and one training each: an illustration, not a benchmark. `run` takes about
 `noisygrad.cli.demo_page`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The page of `noisygrad demo`: two tables, what lies behind their numbers, and how they were made."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from noisygrad import plots

@@ -4,8 +4,6 @@ A package adds a command by an entry point of the group `noisygrad.commands`: a 
 `typer.Typer` for a group of commands. The paper's reproduction adds `data`, `report` and `reproduce` in this way.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 import warnings

@@ -1,7 +1,5 @@
 """Files that a command writes: refused before the work where they cannot be, and never left half written."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager

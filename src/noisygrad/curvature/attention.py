@@ -5,8 +5,6 @@ input projections (recorded), torch's own attention with identity projections, t
 dropout, `add_zero_attn` and the attention weights are thus torch's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ but leaves this one, so in-place activations are harmless. So are a user's own h
 `forward` is replaced, which sees its input after all hooks and its output before any.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

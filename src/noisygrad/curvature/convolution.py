@@ -7,8 +7,6 @@ axis only, because along the other a tap is a slice of memory; and none at all w
 examples is faster. Whole patches are made where oneDNN multiplies them faster than MKL multiplies parts of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property

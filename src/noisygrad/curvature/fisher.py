@@ -9,8 +9,6 @@ statistics. A pass starts from the log-likelihood's own derivative (`Likelihood.
 - empirical: the targets of the data.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

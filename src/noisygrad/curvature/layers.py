@@ -1,7 +1,5 @@
 """The layers of torch that the library knows: how each is a matrix, and its per-example gradients."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

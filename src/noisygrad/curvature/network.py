@@ -1,7 +1,5 @@
 """The units of a whole network: every trainable parameter is in exactly one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

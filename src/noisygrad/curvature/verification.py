@@ -1,7 +1,5 @@
 """Whether the per-example gradients of a user's layer are those that autograd finds: tried once for each module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace

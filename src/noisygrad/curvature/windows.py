@@ -1,7 +1,5 @@
 """Which pixels of its images the kernel of a convolution sees: patches, windows and axes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

@@ -4,8 +4,6 @@ Chosen on splits of boston, of scikit-learn's wine and of the training parts of 
 log-likelihood on a part held out; the number of steps and the settings of a large full covariance partly by run time.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, Self

@@ -1,7 +1,5 @@
 """Tables that come into an estimator: what is wrong with them is said by column."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

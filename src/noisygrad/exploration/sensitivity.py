@@ -1,7 +1,5 @@
 """How the outputs of a network depend on each layer's weights, for many examples and several draws of the weights."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -4,8 +4,6 @@ A weight matrix is flattened row by row, so that (S ⊗ A) x is S X Aᵀ flatten
 and the block-tridiagonal family are built of these.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Self

@@ -3,8 +3,6 @@
 The posterior is N(μ, (λ/N) P⁻¹) and the prior N(m, (λ/N) Γ⁻¹), with Γ in units of the Fisher (`families.base`).
 """
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor

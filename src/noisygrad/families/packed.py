@@ -4,8 +4,6 @@ A record here stands for one of `kronecker`, its `whole()`, and does what that d
 neither symmetric nor triangular and stay as they are.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Self, TypeVar
 

@@ -3,8 +3,6 @@
 The algebra of such Gaussians is in `chain`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise

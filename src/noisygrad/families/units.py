@@ -4,8 +4,6 @@ A flat vector holds unit after unit and, of each, slot after slot, so that every
 by row, or in the parameter's own order of memory (`Slot.memory_layout`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

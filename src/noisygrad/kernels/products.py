@@ -7,8 +7,6 @@ computes convolutions, uses it. On two cores of a Zen 5, 256×2305 times 2305×2
 does not report the maker of a processor, so oneDNN is used on all that have AVX-512; it was not timed on Intel's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise

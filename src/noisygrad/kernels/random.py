@@ -1,7 +1,5 @@
 """Random numbers that are the same on every device."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Memory that is used again and again, where fresh memory for each product would cost more than the product."""
 
-from __future__ import annotations
-
 import threading
 
 import torch

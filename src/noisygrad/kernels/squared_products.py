@@ -4,8 +4,6 @@ For output gradients g and inputs a of example b at its positions t, the matrix 
 gradient of a weight. On a GPU there may be a kernel that makes no such matrix at all (`kernels.squares`).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

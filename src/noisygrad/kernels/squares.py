@@ -6,8 +6,6 @@ needs Triton, which comes with torch for NVIDIA GPUs; where that does not work, 
 matrices of a few examples are made at a time (`squared_products`).
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import warnings

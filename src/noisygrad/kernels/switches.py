@@ -1,7 +1,5 @@
 """Settings of the whole process that several threads may need changed at the same time."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """Work on long vectors and on many tensors at once, which a CPU and a GPU do best in different ways."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

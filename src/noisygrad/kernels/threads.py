@@ -3,8 +3,6 @@
 The threads of one piece of work wait for each other, which for small matrices costs more than they save.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait

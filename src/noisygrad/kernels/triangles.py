@@ -10,8 +10,6 @@ A matrix of d rows is cut into a few bands of columns, [a, b), and of each band 
 Products use the bands directly, without making the whole matrix.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TypeAlias

@@ -1,7 +1,5 @@
 """Gaussian likelihood whose noise the network predicts, output by output."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The parts of an optimiser, made and joined."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The draw of the weights: W = μ + √(λ/N) P^(−1/2) ε into the model, and the mean back again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial

@@ -5,8 +5,6 @@ the draw of the weights and the move of the mean, without touching the user's mo
 `noisygrad.optim.CapturedStep`. Inside a capture of somebody else's everything runs as it is.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """A forward pass for statistics alone, of as many examples as there is memory for, BatchNorm in evaluation mode."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """What batches leave for a step: losses at drawn weights and, where they are due, Fisher statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field

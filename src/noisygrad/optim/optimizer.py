@@ -7,8 +7,6 @@ Nothing in a step waits for a GPU: what a CPU checks at once, a GPU masks on the
 of the factors. Conventions: `docs/conventions.md`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, overload

@@ -1,7 +1,5 @@
 """The hyper-parameters of a noisy natural-gradient optimiser, checked when made. Symbols: `docs/conventions.md`."""
 
-from __future__ import annotations
-
 import fnmatch
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

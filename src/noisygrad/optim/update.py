@@ -1,7 +1,5 @@
 """One step of Algorithm 1 or 2 of the paper: Fisher, factors, mean, noise, from what the draws have left."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass

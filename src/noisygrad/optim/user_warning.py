@@ -1,7 +1,5 @@
 """Warnings that name the user's own line, however many frames of ours and of torch's lie in between."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from pathlib import Path

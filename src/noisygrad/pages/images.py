@@ -1,7 +1,5 @@
 """Figures inside the page: vector images as data URIs, one for light and one for dark screens."""
 
-from __future__ import annotations
-
 import base64
 import html
 import io

@@ -3,8 +3,6 @@
 Page("Title").section("Data").text("...").table(table).figure(figure, caption="...", alt="...").write("page.html")
 """
 
-from __future__ import annotations
-
 import html
 from pathlib import Path
 from string import Template

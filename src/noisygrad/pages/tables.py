@@ -1,7 +1,5 @@
 """A table of results, once: drawn on a terminal and written to a page with the same numbers and the same marks."""
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Mapping, Sequence

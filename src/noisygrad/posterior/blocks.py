@@ -1,7 +1,5 @@
 """A block: one or more units (layers' matrices) that share a covariance family, and its part of the flat vector."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The table of which block each parameter got and why, and how tables are printed."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Errors that say which layers they are about."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 

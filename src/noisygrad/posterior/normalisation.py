@@ -4,8 +4,6 @@ Running statistics are averages over the draws of many training steps. Where dra
 factorised posterior do, they fit none of them: in training each draw is normalised by what it makes of its own batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

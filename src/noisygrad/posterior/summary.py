@@ -1,7 +1,5 @@
 """What a posterior has learned, piece by piece: how wide it is, what it cost, how much of it the data determine."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator

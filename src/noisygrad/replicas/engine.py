@@ -5,8 +5,6 @@ one step needs, by counters that are tensors. So one step is a function of tenso
 captured as a CUDA graph and replayed on a GPU, without the learner knowing.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

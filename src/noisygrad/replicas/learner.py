@@ -4,8 +4,6 @@ A `Learner` draws nothing and looks at nothing: its random numbers, its batch an
 outside, as tensors. So its step can be compiled, or recorded once as a CUDA graph and replayed (`training.replicas`).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar

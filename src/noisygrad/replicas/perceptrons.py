@@ -3,8 +3,6 @@
 A network's weights are one flat vector, layer after layer, each the matrix [W | b] row by row.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What all replicas with a Gaussian posterior over the weights of perceptrons share: drawing, prediction, the ELBO."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ An epoch's order comes from a generator of its own, made from the seed and the e
 again sees the batches it would have seen, and replica i those of a lone training with its seed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """A progress bar for a long run: epoch, loss, time left."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

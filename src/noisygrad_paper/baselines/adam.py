@@ -1,7 +1,5 @@
 """Adam on tensors with replicas in front, in place and without a look at the host: a step that can be captured."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ w = μ + σ ε of one weight sample per step, with the KL in closed form. `basel
 networks at once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The likelihoods as JAX functions, for samplers that are written in JAX."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

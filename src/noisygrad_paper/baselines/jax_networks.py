@@ -3,8 +3,6 @@
 The network is traced (`torch.fx`), so that any module is understood whose layers and functions are among those below.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -5,8 +5,6 @@ the same shape does not compile again. Each data set has random numbers and a st
 depend on which others run beside them (but for rounding).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

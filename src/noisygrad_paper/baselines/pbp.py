@@ -8,8 +8,6 @@ over the data, the prior's factors are refined by expectation propagation (`PBP.
 The network is a chain of `Map`s, each of which knows its moments and their derivatives; `pbp_mv` adds rotations to it.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from abc import ABC, abstractmethod

@@ -8,8 +8,6 @@ is the same prior, so PBP's refinement of the prior's factors acts on C unchange
 Of a rotated variance only the diagonal is kept, as everywhere in PBP.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

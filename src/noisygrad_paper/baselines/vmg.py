@@ -12,8 +12,6 @@ per layer) and of the noise precision τ (one per output). q(W) there is the mat
 the published code. All is trained by Adam; predictions use a moving average of the parameters.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

@@ -4,8 +4,6 @@
 way, the same for every bonus, so that they can be compared.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections import deque

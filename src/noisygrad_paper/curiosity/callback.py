@@ -3,8 +3,6 @@
 PPO("MlpPolicy", env).learn(100_000, callback=InformationGain())
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import numpy as np

@@ -7,8 +7,6 @@ next observation; all are standardised by the mean and deviation of the agent's 
 `MODELS` has settings that learn to predict: `docs/exploration.md` says how they were chosen.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

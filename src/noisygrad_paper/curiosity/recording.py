@@ -4,8 +4,6 @@ A vector environment begins a new episode by itself, and returns its first obser
 old. `Tape` keeps the last one, and everything else a bonus or a baseline may ask for.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

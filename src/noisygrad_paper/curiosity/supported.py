@@ -1,7 +1,5 @@
 """What exploration works with, and errors that say so."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium

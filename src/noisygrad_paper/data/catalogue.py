@@ -6,8 +6,6 @@ of the numbers, not of a file: the float64 bytes of `x`, then of `y` (then of na
 neither the text of a download nor the compression of a cached file matters.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

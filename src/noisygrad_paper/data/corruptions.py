@@ -3,8 +3,6 @@
 The strengths 1 to 5 have the constants of CIFAR-10-C (Hendrycks & Dietterich 2019).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeAlias
 

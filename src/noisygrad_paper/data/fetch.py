@@ -4,8 +4,6 @@ A download lies in the cache's folder `downloads` until it is unpacked, and is t
 put there by hand is used instead of downloading.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import hashlib

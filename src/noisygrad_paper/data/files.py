@@ -1,7 +1,5 @@
 """The cached files: reading them, checking them, and setting aside what is wrong."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import shlex

@@ -1,7 +1,5 @@
 """Sets of images, from their official files or from scikit-learn, and images that belong to none of their classes."""
 
-from __future__ import annotations
-
 import gzip
 import math
 import struct

@@ -1,7 +1,5 @@
 """A table of the user's own, from a CSV file; what is wrong with it is said by column and line."""
 
-from __future__ import annotations
-
 import csv
 import math
 from collections import Counter

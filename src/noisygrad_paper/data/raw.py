@@ -1,7 +1,5 @@
 """From the text that is downloaded to arrays."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable
 

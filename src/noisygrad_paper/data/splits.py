@@ -1,7 +1,5 @@
 """Training and test rows, and the standardisation that each split has of its own."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Regression data as tables of numbers, from the cache or from scikit-learn."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A task has one action in [-1, 1], a multiple of its largest force; what lies out
 Its world is built anew for every episode, so that nothing of the last one (the engine's cached impulses) is left.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

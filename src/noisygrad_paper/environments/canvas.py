@@ -1,7 +1,5 @@
 """A picture of a Box2D world, drawn into an array: no window, no display."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

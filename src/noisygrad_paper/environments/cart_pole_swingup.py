@@ -1,7 +1,5 @@
 """CartPoleSwingup: swing a hanging pole up by moving the cart it is hinged on."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import ClassVar

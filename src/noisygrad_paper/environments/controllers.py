@@ -4,8 +4,6 @@ A controller is made for one episode and then maps every observation to an actio
 learns: they know the equations of motion, and what balances is computed from the task's own step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

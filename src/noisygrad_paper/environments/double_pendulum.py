@@ -1,7 +1,5 @@
 """DoublePendulum: bring the tip of two hinged rods straight up by a torque in their elbow."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """MountainCar: get out of a valley with a motor that is too weak to drive straight up."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import ClassVar

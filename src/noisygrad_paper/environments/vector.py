@@ -1,7 +1,5 @@
 """Many copies of a task in one process, without the wrappers that would take longer than the engine itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

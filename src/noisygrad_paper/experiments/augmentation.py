@@ -1,7 +1,5 @@
 """Random crops and mirror images of a batch, on the device where it lies and without a look at the host."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

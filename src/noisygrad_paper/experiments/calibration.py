@@ -1,7 +1,5 @@
 """What a classifier's posterior is worth: accuracy, calibration, out-of-distribution and corrupted images."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

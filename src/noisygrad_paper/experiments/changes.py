@@ -1,7 +1,5 @@
 """Settings that are tried in place of a method's own: checked, and part of the name of what is made with them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

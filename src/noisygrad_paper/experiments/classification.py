@@ -4,8 +4,6 @@ A cell is one training of one network. It keeps a checkpoint beside the results 
 is stopped goes on where it was. Under `torchrun` the processes train each network together.
 """
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import json

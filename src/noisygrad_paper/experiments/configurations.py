@@ -1,7 +1,5 @@
 """Names of classification runs: a method, the configuration of Table 2 it ran in, and what else was changed."""
 
-from __future__ import annotations
-
 CONFIGURATIONS: dict[str, str] = {
     "plain": "no augmentation, no batch norm",
     "D": "with augmentation",

@@ -6,8 +6,6 @@ run as long as the one that is shown. No rate is annealed. Each method's other s
 table (`experiments.methods`), but for what `CHANGES` says.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

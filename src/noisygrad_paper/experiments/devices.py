@@ -1,7 +1,5 @@
 """What a cell was computed on."""
 
-from __future__ import annotations
-
 import platform
 
 

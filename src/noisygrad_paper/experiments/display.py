@@ -1,7 +1,5 @@
 """How far a run of jobs is: a bar on a terminal, lines in a log. Several jobs may be at work side by side."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

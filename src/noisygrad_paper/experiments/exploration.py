@@ -6,8 +6,6 @@ condition and whatever other seeds it runs with; after that, rounding alone tell
 did not. Needs the extra paper.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """What the exploration experiment compares, in names and numbers: the report needs them without the extra rl."""
 
-from __future__ import annotations
-
 EXPERIMENT = "exploration"
 TUNING = "exploration-tuning"
 """The same on other seeds, to choose settings by."""

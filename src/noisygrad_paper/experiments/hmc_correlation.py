@@ -4,8 +4,6 @@ A cell is a trial: twenty labelled points, and the variances of a hundred others
 so each method is computed by itself; correlations with HMC are taken when they are shown (`compare`).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

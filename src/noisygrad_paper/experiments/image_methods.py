@@ -4,8 +4,6 @@ A configuration is a suffix of the method: `noisy-K-FAC/D+B` is trained with aug
 (B). Constants are those of the released code where it has any (`docs/reproduce-classification.md`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The data sets of the classification experiments: network, length of the training, and settings of their own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from noisygrad_paper.experiments.image_methods import Config

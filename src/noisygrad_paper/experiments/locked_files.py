@@ -1,7 +1,5 @@
 """Files that several processes add to: locks that end with their process, and writes that are whole or not at all."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

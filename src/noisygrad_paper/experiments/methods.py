@@ -3,8 +3,6 @@
 A variant is a suffix: `NNG-MVG/point-noise`. The settings of a cell are the whole of what made it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """How far jobs in other processes are: each keeps a note of it in a folder, which a thread of this process reads."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

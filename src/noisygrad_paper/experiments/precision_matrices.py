@@ -6,8 +6,6 @@ posterior's precision over all 466 weights, scaled to a unit diagonal. Weights a
 matrix [W | b] row by row: the weights into one unit lie together.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import time

@@ -1,7 +1,5 @@
 """One training in the several processes that `torchrun` has started: they meet, share results, and end together."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable, Iterator

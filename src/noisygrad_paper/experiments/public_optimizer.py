@@ -4,8 +4,6 @@ The replica engine makes the committed tables, because it is faster on small net
 this learner shows that they give the same results on whole trainings, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import ClassVar

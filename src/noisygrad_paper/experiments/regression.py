@@ -4,8 +4,6 @@ A job is a data set and a method; its cells are the standard splits, trained tog
 Protocol and constants are the paper's and its released code's (`docs/reproduce-regression.md`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import time

@@ -4,8 +4,6 @@ Finished cells are stored as they come in, by this process alone, so that a run 
 was when it is started again. A job that fails does not stop the others.
 """
 
-from __future__ import annotations
-
 import traceback
 import warnings
 from collections import Counter

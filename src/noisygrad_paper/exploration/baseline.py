@@ -4,8 +4,6 @@ A critic network in its place spoils the comparison. Where no reward was ever se
 standardised advantages blow up to full size, and TRPO without any bonus then wanders until it meets a reward.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """Bonuses without a model, beside which a model's is judged."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

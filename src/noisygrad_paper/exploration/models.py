@@ -5,8 +5,6 @@ data) drowns the dynamics: such a model never learns to predict. The others have
 `docs/exploration.md` has the figures.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from noisygrad.replicas.noisy import NoisySettings

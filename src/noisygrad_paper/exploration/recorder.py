@@ -1,7 +1,5 @@
 """A vector environment of stable-baselines3 that keeps what happens in it."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import numpy as np

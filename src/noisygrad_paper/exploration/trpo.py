@@ -1,7 +1,5 @@
 """TRPO of sb3-contrib with the paper's linear baseline, and a bonus beside the reward."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Whether a classifier knows when it may be wrong: scores, reliability diagrams, and what corrupted images do."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

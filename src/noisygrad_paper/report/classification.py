@@ -1,7 +1,5 @@
 """Classification: ours beside Table 2, how the trainings went, and where ours falls short."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`noisygrad report`: one page from the results."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

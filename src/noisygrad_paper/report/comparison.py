@@ -1,7 +1,5 @@
 """Two figures side by side: how far ours is from the paper's, in standard errors or in the figure's own unit."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

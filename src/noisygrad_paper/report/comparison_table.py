@@ -1,7 +1,5 @@
 """Our figures over the paper's, with marks for how the two stand: for a page, a terminal and the documentation."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Training curves: the ELBO of each method against the iteration, as in the supplement's figure."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable
 from pathlib import Path

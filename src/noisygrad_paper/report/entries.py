@@ -1,7 +1,5 @@
 """A place of a comparison table: our figure over the paper's, what is missing of it, and how the two stand."""
 
-from __future__ import annotations
-
 from noisygrad_paper.report.comparison import Metric, signed
 from noisygrad_paper.report.comparison_table import Entry
 from noisygrad_paper.report.study import Standing, Study

@@ -1,7 +1,5 @@
 """Exploration: learning curves on the sparse tasks (Figure 3), a paired test, and what lies behind them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Uncertainty from twenty labels: variances beside HMC's (Table 3), and active learning (Table 4)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

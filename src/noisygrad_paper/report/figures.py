@@ -1,7 +1,5 @@
 """Figures of the report: how far ours are from the paper's, how training went, what a corruption does."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias

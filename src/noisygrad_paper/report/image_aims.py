@@ -1,7 +1,5 @@
 """What was aimed at on CIFAR-10, and where classification falls short of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from noisygrad_paper.experiments.configurations import CONFIGURATIONS, PLAIN, full_name, parts

@@ -1,7 +1,5 @@
 """Tables as Markdown, for the documentation."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The page of the report: what the library's page has, and lists, large numbers and folded settings."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, Self

@@ -6,8 +6,6 @@ decay from 17 features (our `naval-turbine`), those taken from other papers the 
 `quoted("noisy-K-FAC/D+B", "cifar10")["accuracy"]` is Table 2's 92.01; that table has no standard errors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Figure 1: the precision matrices of four posteriors of the same network."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Where numbers come from: the settings of each method, versions, devices and wall time of a set of cells."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Why a figure falls short of the paper's, as far as we know: shown beside it in the report."""
 
-from __future__ import annotations
-
 _PROTEIN = (
     "Likely the training of the rotations. On held-out rows the RMSE was 4.96, 4.62, 4.55, 4.56 with their step size "
     "at 0.01, 0.001, 0.0003 and 0.0001, and 4.72 with eight reflections instead of two; twice as many epochs brought "

@@ -1,7 +1,5 @@
 """Regression on the UCI sets: ours beside Table 1 and the supplement's table, and where ours falls short."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from pathlib import Path

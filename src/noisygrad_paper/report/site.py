@@ -1,7 +1,5 @@
 """The page of `noisygrad report`: every experiment found among the results, beside the paper's figures."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias

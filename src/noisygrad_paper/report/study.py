@@ -1,7 +1,5 @@
 """The cells of an experiment, gathered: estimates over the replicates, and what is missing or failed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`noisygrad reproduce …`: one command for each table or figure of the paper."""
 
-from __future__ import annotations
-
 import typer
 
 from noisygrad_paper.reproduce.classification import classification

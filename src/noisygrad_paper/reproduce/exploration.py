@@ -1,7 +1,5 @@
 """`noisygrad reproduce exploration`: Figure 3."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`noisygrad reproduce hmc-correlation` and `active-learning`: Tables 3 and 4."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path

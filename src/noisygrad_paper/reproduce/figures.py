@@ -1,7 +1,5 @@
 """`noisygrad reproduce convergence` and `precision-matrices`: the training curves and Figure 1."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Annotated

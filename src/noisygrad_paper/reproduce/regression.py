@@ -1,7 +1,5 @@
 """`noisygrad reproduce regression`: Table 1 and its supplement."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from functools import partial
