@@ -7,6 +7,8 @@ enters the ELBO is another quantity and has another name.
 From torchmetrics where it has them, imported when called: the import takes a second.
 """
 
+from __future__ import annotations
+
 import math
 
 import numpy as np

@@ -4,6 +4,8 @@ Nothing here knows of posteriors: any `nn.Module` can be given to an optimiser. 
 replica dimensions in their weights, which is how independent trainings are done at once (`docs/conventions.md`).
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 from collections.abc import Iterator, Sequence

@@ -7,6 +7,8 @@ The variance splits by the law of total variance: `epistemic` is the variance ov
 mean (S in the denominator), `aleatoric` the mean of the conditional variance, `variance` their sum.
 """
 
+from __future__ import annotations
+
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable

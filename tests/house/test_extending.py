@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 
 import noisygrad as ng
-from noisygrad.algorithm.mean import MOMENTUM_MODES
+from noisygrad.algorithm.step import MOMENTUM_MODES
 from noisygrad.curvature.registry import REGISTRY
 from noisygrad.families import FAMILIES, Family, diagonal, register_family
 from noisygrad.likelihoods.registry import _BY_NAME
@@ -113,7 +113,7 @@ def test_momentum() -> None:
     before = model.weight.detach().clone()
     names = run("A momentum mode", known)
     assert not torch.equal(model.weight, before)
-    mode = names["optimizer"].update.mean.momentum
+    mode = names["optimizer"].algorithm.momentum
     mode.average.fill_(1.0)
     ahead = mode.of_step(torch.ones(5), [({"momentum": 0.5}, slice(0, 5))], None)
     torch.testing.assert_close(ahead, torch.full((5,), 1.75))  # v = 1 + 0.5 · 1; step + 0.5 v

@@ -122,11 +122,11 @@ def test_each_group_has_its_own_settings(kind, mode):
         name = f"{layer}.weight"
         assert torch.equal(mixed.weights.mean.as_dict()[name], alone.weights.mean.as_dict()[name])
         if settings.get("momentum") != 0.0:
-            velocities = [o.update.mean.momentum.average[in_group(o, name)] for o in (mixed, alone)]
+            velocities = [o.algorithm.momentum.average[in_group(o, name)] for o in (mixed, alone)]
             assert torch.equal(*velocities)
     if mode == "average":
         train(mixed, mixed.model, batches(2))
-        torch.testing.assert_close(mixed.update.mean.momentum.weight, 1 - torch.tensor([0.9, 0.3, 0.0]).double() ** 3)
+        torch.testing.assert_close(mixed.algorithm.momentum.weight, 1 - torch.tensor([0.9, 0.3, 0.0]).double() ** 3)
 
 
 @each_optimizer

@@ -71,7 +71,7 @@ def test_replicas_equal_lone_trainings(kind, options):
     together, alone = fit(kind, options)
     for i, one in enumerate(alone):
         close(together.weights.mean.flat[i], one.weights.mean.flat)
-        close(together.update.mean.momentum.average[i], one.update.mean.momentum.average)
+        close(together.algorithm.momentum.average[i], one.algorithm.momentum.average)
         for name, statistics in together.covariance.statistics.items():
             theirs = one.covariance.statistics[name].tensors()
             for part, tensor in statistics.tensors().items():

@@ -146,7 +146,7 @@ class Pair:
         gradient = normal(REPLICAS, NETWORK.num_weights, seed=3)
         solved = ours.solve(gradient[:, self.places])
         close(self.in_learners_order(solved), theirs.solve(gradient))
-        momentum = self.optimizer.update.mean.momentum.average
+        momentum = self.optimizer.algorithm.momentum.average
         close(self.in_learners_order(momentum), self.learner.tensors()["momentum"])
         if self.settings.noise and self.settings.factor_every == 1:
             close(self.learner.kl(), self.optimizer.posterior().kl())

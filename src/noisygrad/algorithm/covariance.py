@@ -299,12 +299,11 @@ class Covariance:
         only = self.blocks[0]
         return self.factors[only.name] if len(self.blocks) == 1 and only.is_flat and self._stacks is None else None
 
-    def perturb(self, mean: Tensor, noise: Tensor, scale: float, out: Tensor) -> None:
-        """Write mean + scale · P^(−1/2) ε."""
+    def perturb(self, mean: Tensor, noise: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+        """Mean + scale · P^(−1/2) ε, into `out` where it is given."""
         if (only := self._single_block) is not None and only.sampler is not None:
-            only.sampler.perturb(mean, noise, scale, out)
-        else:
-            torch.add(mean, self.sample(noise), alpha=scale, out=out)
+            return only.sampler.perturb(mean, noise, scale, out)
+        return torch.add(mean, self.sample(noise), alpha=scale, out=out)
 
     @torch.no_grad()
     def sample(self, noise: Tensor) -> Tensor:

@@ -27,8 +27,6 @@ ALIGNMENT = 8
 LARGE = 1024
 TOGETHER = 1 << 23
 """Matrices of so many numbers are factorised together: it takes several times their memory."""
-_PADDED = {"right": (-2, -1), "inverse_right": (-2, -1), "right_basis": (-2, -1), "spectrum": (-1,)}
-"""The dimensions of the factors' tensors that count inputs; of a band (`right.0`) all have the first, the last both."""
 
 
 @dataclass
@@ -118,7 +116,8 @@ class Stacks:
         lead = len(blocks[0].batch)
         inputs = blocks[0].units[0].inputs
         width = -(-inputs // ALIGNMENT) * ALIGNMENT
-        factors = BlockFactors.made_of(found, lambda records: _stack(records, lead, width - inputs))
+        padded = blocks[0].family.stacking or {}
+        factors = BlockFactors.made_of(found, lambda records: _stack(records, lead, width - inputs, padded))
         for index, (block, own) in enumerate(zip(blocks, found, strict=True)):
             self.members[block.name] = factors.member(own, lead, index)
         return Stack(blocks, factors, prior, self.size, width)
@@ -160,7 +159,7 @@ class Stacks:
 
 def can_stack(block: Block) -> bool:
     """Whether the block is one matrix, of a family that can be stacked."""
-    return block.family.stackable and block.num_groups == 1
+    return block.family.stacking is not None and block.num_groups == 1
 
 
 def _key(factors: BlockFactors, prior: Prior) -> object:
@@ -184,13 +183,13 @@ def _together(records: Sequence[Record], lead: int) -> Record:
     )
 
 
-def _stack(records: Sequence[Record], lead: int, padding: int) -> Record:
-    """The same with so many zeros after the inputs."""
+def _stack(records: Sequence[Record], lead: int, padding: int, inputs: Mapping[str, tuple[int, ...]]) -> Record:
+    """The same with so many zeros after the inputs, which the dimensions `inputs` of each tensor count."""
     changes: dict[str, Tensor] = {}
     named = records[0].tensors()
     for name, first in named.items():
         kind, _, band = name.partition(".")
-        dims = _PADDED.get(kind, ())
+        dims = inputs.get(kind, ())  # of a band (`right.0`) all have the first, the last both
         if band and f"{kind}.{int(band) + 1}" in named:
             dims = dims[:1]
         shape = list(first.shape)

@@ -5,6 +5,8 @@ part of them (the three projections of attention are three units). `Slot` says w
 `register_layer` adds a layer type; the parameters of all other modules become diagonal blocks of their own.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -5,6 +5,8 @@ four noisy optimisers, and average over draws of its weights to predict. What is
 are those of `training.plan`.
 """
 
+from __future__ import annotations
+
 import math
 import numbers
 from collections.abc import Iterator, Mapping, Sequence

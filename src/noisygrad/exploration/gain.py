@@ -13,6 +13,8 @@ The paper (supplement, its equation for the intrinsic reward) moves Σ₁ and Σ
 steps interact: `covariance="blockwise"`, here with the gradients ∇Σ₁ = −½ tr(SΣ₂) A and ∇Σ₂ = −½ tr(AΣ₁) S.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Literal

@@ -221,9 +221,9 @@ class Sampler(TensorRecord, ABC):
     def sample(self, noise: Tensor) -> Tensor:
         """R z with R Rᵀ = P⁻¹, for standard normal z (or unit vectors, which spell out R)."""
 
-    def perturb(self, mean: Tensor, noise: Tensor, scale: float, out: Tensor) -> None:
-        """Write mean + scale · R z."""
-        torch.add(mean, self.sample(noise), alpha=scale, out=out)
+    def perturb(self, mean: Tensor, noise: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+        """Mean + scale · R z, into `out` where it is given."""
+        return torch.add(mean, self.sample(noise), alpha=scale, out=out)
 
 
 @dataclasses.dataclass

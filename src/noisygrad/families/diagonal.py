@@ -80,8 +80,8 @@ class Root(base.Sampler):
         """z / √p."""
         return noise * self.inverse_root
 
-    def perturb(self, mean: Tensor, noise: Tensor, scale: float, out: Tensor) -> None:
-        torch.addcmul(mean, noise, self.inverse_root, value=scale, out=out)
+    def perturb(self, mean: Tensor, noise: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
+        return torch.addcmul(mean, noise, self.inverse_root, value=scale, out=out)
 
 
 @dataclasses.dataclass

@@ -24,11 +24,7 @@ from noisygrad.families.base import DampingMode
 from noisygrad.families.factors import Prior, kronecker_product
 from noisygrad.families.family import Reads, register_family
 from noisygrad.families.units import Unit
-from noisygrad.kernels.factorisation import (
-    capturing,
-    factorisation_error,
-    symmetric_eigh,
-)
+from noisygrad.kernels.factorisation import capturing, factorisation_error, symmetric_eigh
 from noisygrad.kernels.products import between, matmul
 
 __all__ = ["EIGEN", "Eigen", "Precision", "Prior", "Statistics"]
@@ -202,7 +198,7 @@ class Eigen(kronecker.Kronecker):
     name: ClassVar[str] = "eigen"
     reads: ClassVar[Reads] = "basis"
     damping_modes: ClassVar[tuple[DampingMode, ...]] = ("factored",)
-    stackable: ClassVar[bool] = False
+    stacking: ClassVar[Mapping[str, tuple[int, ...]] | None] = None
     proper_prior: ClassVar[bool] = True
     traceable_modes: ClassVar[tuple[DampingMode, ...]] = ()
 

@@ -73,8 +73,9 @@ class Family(ABC):
     reads: ClassVar[Reads] = "rows"
     damping_modes: ClassVar[tuple[DampingMode, ...]] = ("factored",)
     """What `damping_mode` may be."""
-    stackable: ClassVar[bool] = False
-    """Whether a GPU may put blocks of equal shape together: one layer each, whose vectors are one matrix."""
+    stacking: ClassVar[Mapping[str, tuple[int, ...]] | None] = None
+    """If a GPU may put blocks of equal shape together (one layer each, whose vectors are one matrix): by the name of a
+    factor's tensor the dimensions that count inputs, which it may pad. None if it may not."""
     proper_prior: ClassVar[bool] = False
     """Whether the prior of every weight must have a finite variance."""
     traceable_modes: ClassVar[tuple[DampingMode, ...]] = ("factored", "exact")

@@ -220,7 +220,12 @@ class Kronecker(Family):
     name: ClassVar[str] = "kronecker"
     reads: ClassVar[Reads] = "moments"
     damping_modes: ClassVar[tuple[DampingMode, ...]] = ("factored", "exact")
-    stackable: ClassVar[bool] = True
+    stacking: ClassVar[Mapping[str, tuple[int, ...]] | None] = {
+        "right": (-2, -1),
+        "inverse_right": (-2, -1),
+        "right_basis": (-2, -1),
+        "spectrum": (-1,),
+    }
     traceable_modes: ClassVar[tuple[DampingMode, ...]] = ("factored",)
 
     def partition(self, units: Sequence[Unit], every_unit: Sequence[Unit]) -> Iterator[Part]:

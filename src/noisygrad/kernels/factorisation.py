@@ -5,6 +5,8 @@ float32 can push the computed spectrum below that bound, with duplicate or const
 then raised to the bound.
 """
 
+from __future__ import annotations
+
 import math
 import threading
 import warnings

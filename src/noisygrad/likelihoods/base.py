@@ -4,6 +4,8 @@ Outputs are `[*replicas, batch, *event]`; the dimensions after the batch are the
 A loss is the mean over the batch of the negative log-likelihood, summed over the event and over replicas.
 """
 
+from __future__ import annotations
+
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """Bernoulli likelihood: the output is logits, the target 0 or 1 (or a probability between)."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch

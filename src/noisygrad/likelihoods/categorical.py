@@ -1,5 +1,7 @@
 """Categorical likelihood: the output is logits, the target a class."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch

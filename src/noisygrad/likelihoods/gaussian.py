@@ -4,6 +4,8 @@ The precision τ has q(τ) = Gamma(α, β), prior Gamma(a₀, b₀). For D outpu
 α = a₀ + N·D/(2λ), β = b₀ + N/(2λ)·Σ_d E(y − f)²; both move towards it together, since α alone would overshoot.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from numbers import Real

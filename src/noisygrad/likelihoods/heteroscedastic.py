@@ -1,5 +1,7 @@
 """Gaussian likelihood whose noise the network predicts, output by output."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 

@@ -1,5 +1,7 @@
 """Poisson likelihood: the output is the log of the rate, the target a count."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch

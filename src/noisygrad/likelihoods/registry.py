@@ -1,5 +1,7 @@
 """The likelihoods that a posterior's file can name."""
 
+from __future__ import annotations
+
 import inspect
 import json
 from typing import TypeVar

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from noisygrad.algorithm.covariance import Covariance
+from noisygrad.algorithm.step import NoisyNaturalGradient
 from noisygrad.distributed import Ranks
 from noisygrad.likelihoods import Likelihood
 from noisygrad.optim import execution
@@ -25,7 +26,7 @@ from noisygrad.posterior.weights import FlatWeights, ParameterViews
 class Parts:
     """What a step is made of."""
 
-    covariance: Covariance
+    algorithm: NoisyNaturalGradient
     weights: DrawnWeights
     running: RunningStatistics
     guard: FiniteGuard
@@ -61,11 +62,19 @@ def assemble(
     )
     covariance.refresh_(groups.dampings())
     views = ParameterViews(structure)
+    mean = FlatWeights.zeros(structure, dtype, device, views)
+    mean.read_parameters_()
+    algorithm = NoisyNaturalGradient(
+        mean.flat,
+        covariance,
+        scale=units**0.5,
+        prior_mean=priors.centre,
+        momentum_mode=options.momentum_mode,
+        groups=len(groups.parts),
+    )
     count = max(1, torch.Size(structure.replicas).numel())
     generators = make_generators(seed, count, device, ranks, same_draw=same_draw)
-    weights = DrawnWeights(
-        structure, views, covariance, scale=units**0.5, generators=generators, executor=executor, **place
-    )
+    weights = DrawnWeights(structure, views, mean, algorithm, generators=generators, executor=executor)
     running = RunningStatistics(model, device)
     guard = FiniteGuard(structure, covariance.statistics, running, deferred=executor.deferred, device=device)
     measurement = BatchMeasurement(
@@ -81,9 +90,8 @@ def assemble(
         **place,
     )
     update = Update(
+        algorithm,
         weights,
-        covariance,
-        priors.centre,
         measurement,
         guard,
         likelihood,
@@ -93,4 +101,4 @@ def assemble(
         ranks=ranks,
         executor=executor,
     )
-    return Parts(covariance, weights, running, guard, measurement, update)
+    return Parts(algorithm, weights, running, guard, measurement, update)

@@ -1,5 +1,7 @@
 """A whole training step as CUDA graphs: the batch, the model, its gradient, statistics and the move of the mean."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import torch

@@ -8,7 +8,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from noisygrad.algorithm.covariance import Covariance
+from noisygrad.algorithm.step import NoisyNaturalGradient
 from noisygrad.curvature.capture import Capture
 from noisygrad.distributed import Ranks
 from noisygrad.kernels.threads import run_in_threads
@@ -69,28 +69,26 @@ class Draw:
 class DrawnWeights:
     """The mean, the weights that are drawn around it, and the random numbers: what is in the model's parameters.
 
-    `scale` is √(λ/N); flat vectors are of `dtype`, parameters may be narrower. There is a generator for each replica.
+    Flat vectors may be of a wider type than the parameters. There is a generator for each replica.
     """
 
     def __init__(
         self,
         structure: Structure,
         parameters: ParameterViews,
-        covariance: Covariance,
+        mean: FlatWeights,
+        algorithm: NoisyNaturalGradient,
         *,
-        scale: float,
         generators: Sequence[torch.Generator],
         executor: Executor,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
-        self.mean = FlatWeights.zeros(structure, dtype, device, parameters)
-        self.mean.read_parameters_()
+        self.mean = mean
         self.generators = list(generators)
         self.current: Draw | None = None
         """The draw whose weights are in the model now."""
-        self._parameters, self._covariance, self._scale, self._executor = parameters, covariance, scale, executor
-        self._narrow = any(parameter.dtype != dtype for parameter in structure.parameters.values())
+        self._parameters, self._algorithm, self._executor = parameters, algorithm, executor
+        self._covariance = algorithm.covariance
+        self._narrow = any(parameter.dtype != mean.flat.dtype for parameter in structure.parameters.values())
         self._noise, self.sample = self._place(structure)
 
     def _place(self, structure: Structure) -> tuple[Tensor, FlatWeights | None]:
@@ -151,7 +149,7 @@ class DrawnWeights:
     def _perturb(self) -> None:
         self.read_mean_()
         assert self.sample is not None
-        self._covariance.perturb(self.mean.flat, self._noise, self._scale, out=self.sample.flat)
+        self._algorithm.draw(self._noise, out=self.sample.flat)
         self.sample.write_parameters_()
 
     def read_mean_(self) -> None:

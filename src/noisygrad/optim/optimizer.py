@@ -7,6 +7,8 @@ Nothing in a step waits for a GPU: what a CPU checks at once, a GPU masks on the
 of the factors. Conventions: `docs/conventions.md`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, overload
@@ -158,7 +160,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
             dtype=self.dtype,
             device=self.device,
         )
-        self.covariance, self.weights, self.measurement = parts.covariance, parts.weights, parts.measurement
+        self.algorithm, self.weights, self.measurement = parts.algorithm, parts.weights, parts.measurement
+        self.covariance = self.algorithm.covariance
         self.guard, self.running, self.update = parts.guard, parts.running, parts.update
         self.accumulated = Accumulated()
         self._capture = Capture(self.structure.layers)
@@ -307,8 +310,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
             kind=type(self).__name__,
             structure=self.structure,
             weights=self.weights,
-            covariance=self.covariance,
-            momentum=self.update.mean.momentum,
+            algorithm=self.algorithm,
             priors=self.priors,
             likelihood=self.likelihood,
             options=self.options,

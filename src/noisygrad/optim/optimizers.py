@@ -1,5 +1,7 @@
 """The optimisers: one algorithm, a class for each covariance family."""
 
+from __future__ import annotations
+
 from typing import ClassVar
 
 from noisygrad.optim.optimizer import NoisyOptimizer

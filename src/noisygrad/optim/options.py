@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from noisygrad.algorithm.fisher import FisherStart
-from noisygrad.algorithm.mean import MOMENTUM_MODES
+from noisygrad.algorithm.step import MOMENTUM_MODES
 from noisygrad.curvature.fisher import FisherKind
 from noisygrad.families import family_named
 from noisygrad.families.base import DampingMode
@@ -45,7 +45,7 @@ class Options:
     """c, the trust region"""
     mc_samples: int
     momentum_mode: str
-    """A name in `algorithm.mean.MOMENTUM_MODES`."""
+    """A name in `algorithm.step.MOMENTUM_MODES`."""
     fisher: FisherKind
     fisher_pass: FisherPass
     damping_mode: DampingMode

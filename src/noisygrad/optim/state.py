@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from noisygrad.algorithm.covariance import Covariance
-from noisygrad.algorithm.mean import Momentum
+from noisygrad.algorithm.step import NoisyNaturalGradient
 from noisygrad.distributed import Ranks
 from noisygrad.families.base import TensorRecord
 from noisygrad.likelihoods import Likelihood
@@ -41,8 +40,7 @@ class OptimizerState:
     """The optimiser's class."""
     structure: Structure
     weights: DrawnWeights
-    covariance: Covariance
-    momentum: Momentum
+    algorithm: NoisyNaturalGradient
     priors: BlockPriors
     likelihood: Likelihood
     options: Options
@@ -150,21 +148,21 @@ class OptimizerState:
 
     def _entries(self) -> list[_Entry]:
         """All tensors of the state. The mean is among them, for parameters too narrow to hold all its digits."""
-        structure, fisher = self.structure, self.covariance.fisher
+        structure, momentum, covariance = self.structure, self.algorithm.momentum, self.algorithm.covariance
         found: list[_Entry] = [
             _Vector("mean", self.weights.mean.flat, structure),
-            _Vector("momentum", self.momentum.average, structure),
+            _Vector("momentum", momentum.average, structure),
             _Vector("prior_mean", self.priors.mean, structure, is_prior=True),
-            _Record(0, "momentum_weight", _Single(self.momentum.weight)),
-            _Record(0, "updates", _Single(fisher.updates)),
+            _Record(0, "momentum_weight", _Single(momentum.weight)),
+            _Record(0, "updates", _Single(covariance.fisher.updates)),
         ]
         numbers = {name: index for index, name in enumerate(structure.parameters)}
         for block in structure.blocks:
             owner = block if block.follows_memory else None
             index = numbers[block.units[0].slots[0].parameter]
             records = {
-                "statistics/": fisher.statistics[block.name],
-                **{f"factors/{part}.": r for part, r in self.covariance.factors[block.name].records().items()},
+                "statistics/": covariance.fisher.statistics[block.name],
+                **{f"factors/{part}.": r for part, r in covariance.factors[block.name].records().items()},
             }
             found += [_Record(index, f"{block.name}/{part}", record, owner) for part, record in records.items()]
             prior = self.priors.blocks[block.name]

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from noisygrad.algorithm.covariance import Covariance
-from noisygrad.algorithm.mean import MeanUpdate
+from noisygrad.algorithm.step import NoisyNaturalGradient
 from noisygrad.distributed import Ranks
 from noisygrad.likelihoods import Likelihood
 from noisygrad.optim.draw import DrawnWeights
@@ -87,13 +86,12 @@ class DeviceScalars:
 
 
 class Update:
-    """Makes the steps; owns the gradient and the momentum. `prior_centre` is m₀, or None where it is 0."""
+    """Makes the steps; owns the gradient."""
 
     def __init__(
         self,
+        algorithm: NoisyNaturalGradient,
         weights: DrawnWeights,
-        covariance: Covariance,
-        prior_centre: Tensor | None,
         measurement: BatchMeasurement,
         guard: FiniteGuard,
         likelihood: Likelihood,
@@ -105,16 +103,15 @@ class Update:
         executor: Executor,
     ) -> None:
         self.gradient, self.groups = gradient, groups
-        self.mean = MeanUpdate(options.momentum_mode, weights.mean.flat, len(groups.parts))
-        self.scalars = DeviceScalars(weights.mean.flat)
-        self._weights, self._covariance, self._centre = weights, covariance, prior_centre
+        self.scalars = DeviceScalars(algorithm.mean)
+        self._algorithm, self._weights = algorithm, weights
         self._measurement, self._guard, self._likelihood, self._options = measurement, guard, likelihood, options
         self._ranks, self._executor = ranks, executor
 
     def apply(self, step: int, found: Accumulated, scaling: Scaling) -> None:
         """Fisher, factors, mean and observation noise from what was accumulated, in this order."""
         decay, clip = self._options.decay_at(step), self._options.clip_at(step)
-        found.sum_over(self._ranks, self._covariance.statistics)
+        found.sum_over(self._ranks, self._algorithm.covariance.statistics)
         self.gradient.read_gradients_()
         if self._executor.deferred:
             # As tensors, so that a step that is recorded now reads the numbers of the step that replays it.
@@ -151,16 +148,16 @@ class Update:
         # Ranks must agree on what is finite, and each has a loss of its own.
         mask = self._watched(found, None if self._ranks.active else found.loss, scaling)
         refresh = self._options.factors_due(step)
-        fisher = self._covariance.fisher
+        fisher = self._algorithm.covariance.fisher
         with fisher.unchanged_on_failure() if refresh else nullcontext():
             if found.statistics:
                 self._measurement.warn_uncalled_layers(found)
-                fisher.update_(found.statistics, rate, mask=mask, examples=found.examples)
+                self._algorithm.measure_(found.statistics, rate, mask=mask, examples=found.examples)
                 fisher.count(found.statistics)
                 found.statistics = {}  # as large as the moving averages, and done with
             if refresh:
                 self._guard.check()
-                self._covariance.refresh_(self.groups.dampings())
+                self._algorithm.refresh_(self.groups.dampings())
         return mask
 
     def _is_plain(self, step: int, found: Accumulated, scaling: Scaling) -> bool:
@@ -186,14 +183,14 @@ class Update:
     def _watched(self, found: Accumulated, loss: Tensor | None, scaling: Scaling) -> Tensor | None:
         """Add Γ (w − m₀), at the sampled weights, to the gradient, and see whether the step may go on."""
         gradient = self.gradient.flat
-        self._covariance.add_prior_gradient_(gradient, found.mean_weights(), self._centre)
+        self._algorithm.add_prior_(gradient, found.mean_weights())
         doubtful = {} if found.known_finite else found.statistics
         return self._guard.watch(gradient, loss, doubtful, found.traces, scaling.found_inf)
 
     def _move(self, settings: Sequence[Mapping[str, Any]], clip: float | Tensor | None, mask: Tensor | None) -> None:
-        mean, groups = self._weights.mean, list(zip(settings, self.groups.parts, strict=True))
-        self.mean.move_(mean.flat, self.gradient.flat, self._covariance.solve, groups, clip=clip, mask=mask)
-        mean.write_parameters_()
+        groups = list(zip(settings, self.groups.parts, strict=True))
+        self._algorithm.move_(self.gradient.flat, groups, clip=clip, mask=mask)
+        self._weights.mean.write_parameters_()
 
     def _update_noise(self, statistic: Tensor, mask: Tensor | None) -> None:
         likelihood, options = self._likelihood, self._options

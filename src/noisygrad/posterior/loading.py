@@ -1,5 +1,7 @@
 """A posterior read back from its file, for a model of the same architecture."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

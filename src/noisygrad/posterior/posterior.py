@@ -4,6 +4,8 @@ q(w) = N(mean, Σ) with Σ = (λ/N) P⁻¹ and P = F̄ + Γ, block by block; blo
 in nats. Conventions: `docs/conventions.md`.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from noisygrad.algorithm.covariance import Covariance
 from noisygrad.algorithm.fisher import FisherStart
-from noisygrad.algorithm.mean import MeanUpdate
+from noisygrad.algorithm.step import NoisyNaturalGradient
 from noisygrad.curvature.passes import MatrixPass
 from noisygrad.families import FAMILIES, family_named
 from noisygrad.families.base import DampingMode, FactoredCovariance, Precision
@@ -134,7 +134,7 @@ class NoisyLearner(VariationalLearner):
         self._dampings = {0: settings.damping}
         self.covariance.refresh_(self._dampings)
         self.refresh_traceable = self.covariance.traceable
-        self._update = MeanUpdate("average", self.mean, 1)
+        self._algorithm = NoisyNaturalGradient(self.mean, self.covariance, scale=self._scale)
         self._whole = slice(0, network.num_weights)
         self._gradient = torch.zeros_like(self.mean)
         self.rejected = torch.zeros(self.replicas, dtype=dtype, device=self.device)
@@ -150,8 +150,7 @@ class NoisyLearner(VariationalLearner):
         """μ + √(λ/N) P^(−½) ε."""
         if not self.settings.noise:
             return self.mean.unsqueeze(1).expand_as(noise)
-        spread = self.covariance.sample(noise.transpose(0, 1)).transpose(0, 1)
-        return torch.add(self.mean.unsqueeze(1), spread, alpha=self._scale)
+        return self._algorithm.draw(noise.transpose(0, 1)).transpose(0, 1)
 
     @torch.no_grad()
     def step_(self, x: Tensor, y: Tensor, noise: Mapping[str, Tensor]) -> None:
@@ -170,13 +169,13 @@ class NoisyLearner(VariationalLearner):
         rows = [F.pad(part, (0, 1), value=1.0).flatten(1, 2).unsqueeze(-2) for part in inputs]
         layers = [second_moment(g, a, False, False).flatten(1) for g, a in zip(of_loss, rows, strict=True)]
         self._gradient.copy_(torch.cat(layers, dim=-1))
-        self.covariance.add_prior_gradient_(self._gradient, weights.mean(1), None)
+        self._algorithm.add_prior_(self._gradient, weights.mean(1))
         passes = {
             unit.name: MatrixPass(a, g, constant=False) for unit, a, g in zip(self._units, rows, of_model, strict=True)
         }
         fisher = self.covariance.fisher
         measured = {block.name: block.measure(passes, fisher.statistics[block.name]) for block in fisher.blocks}
-        fisher.update_(measured, (1.0 - self.settings.fisher_decay) * self.anneal)
+        self._algorithm.measure_(measured, (1.0 - self.settings.fisher_decay) * self.anneal)
         self.steps.add_(1.0)
         self.update_noise_(errors)
 
@@ -189,9 +188,7 @@ class NoisyLearner(VariationalLearner):
     def move_(self) -> None:
         """μ ← μ − α̃ P⁻¹ m̂, with the bias-corrected momentum m̂."""
         group = {"lr": self.settings.lr * self.anneal, "momentum": self.settings.momentum}
-        factor = self._update.move_(
-            self.mean, self._gradient, self.covariance.solve, [(group, self._whole)], clip=self.settings.kl_clip
-        )
+        factor = self._algorithm.move_(self._gradient, [(group, self._whole)], clip=self.settings.kl_clip)
         if factor is not None:
             self.clipped.add_((factor < 1.0).squeeze(-1).to(self.dtype))
 
@@ -239,7 +236,7 @@ class NoisyLearner(VariationalLearner):
     def tensors(self) -> dict[str, Tensor]:
         """Mean, noise, momentum and moments."""
         updates = self.covariance.fisher.updates[:1].expand(self.replicas)
-        found = {**super().tensors(), "momentum": self._update.momentum.average, "updates": updates}
+        found = {**super().tensors(), "momentum": self._algorithm.momentum.average, "updates": updates}
         for index, statistics in enumerate(self.covariance.statistics.values()):
             found |= {f"statistics.{index}.{name}": tensor for name, tensor in statistics.tensors().items()}
         return found

@@ -4,6 +4,8 @@ States are nested dictionaries and lists of tensors and numbers. Tensors go into
 them (`optimizer/tensors/mean`); everything around them is JSON in the header.
 """
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path

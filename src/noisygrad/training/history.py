@@ -1,5 +1,7 @@
 """What a training leaves behind: one record per epoch."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from typing import Any, Self
 

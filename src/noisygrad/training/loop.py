@@ -4,6 +4,8 @@ It knows epochs, batches, checkpoints and progress. What a step is, it does not 
 optimiser by default, or any function of a batch (a baseline's step, a compiled or captured one).
 """
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -5,6 +5,8 @@ resumed run finds its place by itself. For the learning rate use `torch.optim.lr
 `LambdaLR`, which counts from 0.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

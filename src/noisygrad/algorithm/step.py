@@ -1,0 +1,167 @@
+"""One step of noisy natural gradient: Algorithm 2 of the paper, and Algorithm 1 where the family is diagonal.
+
+A momentum mode is a subclass of `Momentum` with a name: it changes the gradient before it is preconditioned, or the
+step after it was clipped.
+"""
+
+from abc import ABC
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from noisygrad.algorithm.covariance import Covariance
+from noisygrad.families.base import Statistics
+from noisygrad.kernels.tensors import inner_product, scale_unless_one_
+
+Groups = Sequence[tuple[Mapping[str, Any], slice]]
+"""The settings of each param group (`lr`, `momentum`), with its part of the flat vector."""
+
+
+class NoisyNaturalGradient:
+    """The posterior N(M, λ/N P⁻¹) that is fitted, and the parts of a step in their order.
+
+    The gradient and the Fisher at the drawn weights are the caller's to find. It may mask, compile or record each part.
+
+    Args:
+        mean: M, a flat vector `[*replicas, n]`, which is moved in place.
+        covariance: F̄, Γ and P of every block.
+        scale: √(λ/N).
+        prior_mean: m₀; None for 0.
+        momentum_mode: A name in `MOMENTUM_MODES`.
+        groups: How many param groups there are.
+    """
+
+    def __init__(
+        self,
+        mean: Tensor,
+        covariance: Covariance,
+        *,
+        scale: float,
+        prior_mean: Tensor | None = None,
+        momentum_mode: str = "average",
+        groups: int = 1,
+    ) -> None:
+        self.mean, self.covariance = mean, covariance
+        self.momentum = MOMENTUM_MODES[momentum_mode](mean, groups)
+        self._scale, self._prior_mean = scale, prior_mean
+
+    def draw(self, noise: Tensor, out: Tensor | None = None) -> Tensor:
+        """W = M + √(λ/N) P^(−1/2) ε."""
+        return self.covariance.perturb(self.mean, noise, self._scale, out)
+
+    def add_prior_(self, gradient: Tensor, weights: Tensor) -> None:
+        """g ← ∇ + Γ (W − m₀)."""
+        self.covariance.add_prior_gradient_(gradient, weights, self._prior_mean)
+
+    def measure_(
+        self,
+        measured: Mapping[str, Statistics],
+        rate: float | Tensor,
+        *,
+        mask: Tensor | None = None,
+        examples: Mapping[str, float | Tensor] | None = None,
+    ) -> None:
+        """F̄ ← F̄ + β̃ (F̂ − F̄), every T_stats steps."""
+        self.covariance.fisher.update_(measured, rate, mask=mask, examples=examples)
+
+    def refresh_(self, dampings: Mapping[int, float]) -> None:
+        """P = F̄ + Γ for draws, P + γ_ex I for steps, factorised every T_inv steps."""
+        self.covariance.refresh_(dampings)
+
+    def move_(
+        self, gradient: Tensor, groups: Groups, *, clip: float | Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor | None:
+        """M ← M − α̃ (P + γ_ex I)⁻¹ m̂, shortened to the trust region; a mask of 0 leaves everything as it was.
+
+        Returns the factor by which the trust region shortened the step, `[*replicas, 1]`; None without one.
+        """
+        gradient = self.momentum.of_gradient(gradient, groups, mask)
+        step = self.covariance.solve(gradient)
+        factor = None
+        if clip is not None:
+            factor = clip_factor(gradient, step, groups, clip)
+            step = scale_unless_one_(step, factor)
+        step = self.momentum.of_step(step, groups, mask)
+        for group, part in groups:
+            lr = group["lr"]
+            if mask is None and not isinstance(lr, Tensor):
+                _of(self.mean, part).add_(_of(step, part), alpha=-lr)
+            else:
+                _of(self.mean, part).sub_(_of(step, part) * (lr if mask is None else lr * mask))
+        return factor
+
+
+def clip_factor(gradient: Tensor, step: Tensor, groups: Groups, clip: float | Tensor) -> Tensor:
+    """min(1, sqrt(c / Σ lr² gᵀv)): the step's length in the Fisher metric is at most sqrt(c); one per replica."""
+    inner = [inner_product(_of(gradient, part), _of(step, part)) for _, part in groups]
+    length = sum(product * group["lr"] ** 2 for product, (group, _) in zip(inner, groups, strict=True))
+    # Below 0 only by rounding, which must not become the root of a negative number.
+    return (clip / torch.as_tensor(length).clamp_min(0.0)).sqrt().clamp(max=1.0)
+
+
+class Momentum(ABC):
+    """What a mode keeps, and what it does. A mask of 0 leaves everything as it was."""
+
+    name: ClassVar[str]
+
+    def __init__(self, like: Tensor, groups: int) -> None:
+        self.average = torch.zeros_like(like)
+        """Of the gradient, or of the steps."""
+        self.weight = like.new_zeros(groups)
+        """1 − β₁ᵏ of each param group, kept as a recursion so that a captured graph counts by itself."""
+        self._one = like.new_ones(1)
+
+    def of_gradient(self, gradient: Tensor, groups: Groups, mask: Tensor | None) -> Tensor:
+        """What takes the gradient's place before it is preconditioned."""
+        return gradient
+
+    def of_step(self, step: Tensor, groups: Groups, mask: Tensor | None) -> Tensor:
+        """What takes the place of the preconditioned and clipped step."""
+        return step
+
+
+class GradientAverage(Momentum):
+    """A bias-corrected moving average of the gradient, as in the paper's regression code and in Adam."""
+
+    name: ClassVar[str] = "average"
+
+    def of_gradient(self, gradient: Tensor, groups: Groups, mask: Tensor | None) -> Tensor:
+        """m ← β₁ m + (1 − β₁) g, divided by 1 − β₁ᵏ."""
+        if all(group["momentum"] == 0 for group, _ in groups):
+            return gradient
+        averages = []
+        for index, (group, part) in enumerate(groups):
+            beta, weight = group["momentum"], self.weight[index : index + 1] if len(groups) > 1 else self.weight
+            rate = 1.0 - beta if mask is None else (1.0 - beta) * mask
+            average = _of(self.average, part).lerp_(_of(gradient, part), rate)
+            weight.lerp_(self._one, rate)
+            averages.append(average / (weight if mask is None else weight.clamp_min(1e-30)))
+        return averages[0] if len(averages) == 1 else torch.cat(averages, dim=-1)
+
+
+class HeavyBall(Momentum):
+    """A velocity, as in the released CIFAR-10 code."""
+
+    name: ClassVar[str] = "heavy_ball"
+
+    def of_step(self, step: Tensor, groups: Groups, mask: Tensor | None) -> Tensor:
+        """v ← β₁ v + step."""
+        for group, part in groups:
+            velocity = _of(self.average, part)
+            if mask is None:
+                torch.add(_of(step, part), velocity, alpha=group["momentum"], out=velocity)
+            else:
+                new = _of(step, part).add(velocity, alpha=group["momentum"])
+                velocity.copy_(torch.where(mask > 0, new, velocity))
+        return self.average
+
+
+MOMENTUM_MODES: dict[str, type[Momentum]] = {mode.name: mode for mode in (GradientAverage, HeavyBall)}
+"""What `momentum_mode` may be."""
+
+
+def _of(tensor: Tensor, part: slice) -> Tensor:
+    """A group's part of a flat tensor, without a view where that is all of it."""
+    return tensor if part.stop - part.start == tensor.shape[-1] else tensor[..., part]
