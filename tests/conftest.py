@@ -6,12 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import Tensor
 
 from noisygrad.kernels import products
 
 pytest.register_assert_rewrite("support")  # before a test imports it, so that its assertions say what they saw
 torch.set_num_threads(1)  # the suite runs in several processes and its networks are tiny
+
+# The same examples in every run; HYPOTHESIS_PROFILE=random looks for others.
+settings.register_profile("fixed", derandomize=True)
+settings.register_profile("random")
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 REAL_DATA = os.environ.get("NOISYGRAD_DATA", "")
 

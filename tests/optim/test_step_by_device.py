@@ -11,7 +11,7 @@ import noisygrad as ng
 from noisygrad.algorithm import stacks
 from noisygrad.algorithm.covariance import Covariance
 from noisygrad.optim import execution as graphs
-from support.compare import each_optimizer, tensors_of
+from support.compare import REMADE, TIES, each_optimizer, tensors_of
 from support.replay_executor import ReplayExecutor, replayed
 
 STEPS = 24
@@ -95,12 +95,14 @@ def same_both_ways(found):
     assert not usual.update._executor.deferred
     mine, theirs = (tensors_of(optimizer.state_dict()) for optimizer in (replay, usual))
     assert mine.keys() == theirs.keys()
+    near = TIES.get(type(usual), 1e-12)
     for name, tensor in theirs.items():
-        if "–" not in name or "/factors/" not in name:  # eigenvectors have no sign of their own
+        signless = "–" in name and "/factors/" in name  # eigenvectors have no sign of their own
+        if not signless and not any(part in name for part in REMADE.get(type(usual), ())):
             torch.testing.assert_close(
-                mine[name], tensor, rtol=1e-10, atol=1e-12, msg=lambda text, n=name: f"{n} {text}"
+                mine[name], tensor, rtol=100 * near, atol=near, msg=lambda text, n=name: f"{n} {text}"
             )
-    torch.testing.assert_close(weights(replay.model), weights(usual.model), rtol=0, atol=1e-12)
+    torch.testing.assert_close(weights(replay.model), weights(usual.model), rtol=0, atol=near)
     for name, tensor in usual.likelihood.state_dict().items():
         torch.testing.assert_close(replay.likelihood.state_dict()[name], tensor, rtol=1e-12, atol=1e-12)
 
@@ -164,6 +166,7 @@ def test_what_a_grad_scaler_skips_is_the_same_both_ways(kind, problem, monkeypat
             del optimizer.grad_scale, optimizer.found_inf
             after = everything(optimizer)
             changed = [name for name, tensor in before.items() if not torch.equal(after[name], tensor)]
+            changed = [name for name in changed if not any(part in name for part in REMADE.get(kind, ()))]
             assert not changed if skip else len(changed) > len(list(model.parameters()))
         found.append((model, optimizer))
     same_both_ways(found)

@@ -11,14 +11,22 @@ import torch
 from torch import Tensor, nn
 
 import noisygrad as ng
+from noisygrad.families import family_named
 
 # Tensors are tiny here: threads would only wait for one another, above all where several tests run at once.
 torch.set_num_threads(1)
 
-OPTIMIZERS = (ng.NoisyAdam, ng.NoisyKFAC, ng.NoisyBlockTridiagonal, ng.NoisyFull)
+OPTIMIZERS = (ng.NoisyAdam, ng.NoisyKFAC, ng.NoisyEKFAC, ng.NoisyBlockTridiagonal, ng.NoisyFull)
 EIGENBASES = ("–4/factors/stepper.left", "–4/factors/stepper.right")
 """Parts of the block-tridiagonal root that hold eigenvectors, whose signs follow the last digit; no draw sees them."""
+REMADE = {ng.NoisyEKFAC: ("/statistics/left", "/statistics/right", "/statistics/fisher", "/factors/")}
+"""What a refresh makes anew where nothing was measured: signs of eigenvectors and ties follow the last digit."""
+TIES = {ng.NoisyEKFAC: 1e-6}
+"""How far two ways to the same state may be apart: where eigenvalues are nearly equal, a digit's difference grows."""
 each_optimizer = pytest.mark.parametrize("kind", OPTIMIZERS, ids=lambda kind: kind.__name__)
+each_with_improper_prior = pytest.mark.parametrize(
+    "kind", [k for k in OPTIMIZERS if not family_named(k.family).proper_prior], ids=lambda kind: kind.__name__
+)
 
 Batch = tuple[Tensor, Tensor]
 
