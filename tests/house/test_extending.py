@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from scipy import stats
 
 import noisygrad as ng
-from noisygrad.algorithm.step import MOMENTUM_MODES
+from noisygrad.algorithm.step import MOMENTUM_MODES, HeavyBall, Momentum, register_momentum_mode
 from noisygrad.curvature.registry import REGISTRY
 from noisygrad.families import FAMILIES, Family, diagonal, register_family
+from noisygrad.families.family import Part
 from noisygrad.likelihoods.registry import _BY_NAME
 from support.truth import close, exact_fisher, measured_fisher, normal
 
@@ -22,9 +27,10 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
 
 
 def blocks(section: str) -> list[str]:
-    """The Python blocks under a heading of the second level."""
+    """The Python blocks under a heading of the second or third level."""
     text = PAGE.read_text(encoding="utf-8")
-    (found,) = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
+    _, level, found = re.split(rf"^(###?) {section}\n", text, flags=re.MULTILINE)
+    found = re.split(rf"^#{{2,{len(level)}}} ", found, flags=re.MULTILINE)[0]
     return re.findall(r"^```python\n(.*?)^```", found, re.DOTALL | re.MULTILINE)
 
 
@@ -41,9 +47,12 @@ def _own_registries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 def run(section: str, known: dict[str, Any] | None = None) -> dict[str, Any]:
     """What the blocks of a section define, one after another, in one program."""
-    names = {"__name__": "extending", **(known or {})}
-    for number, block in enumerate(blocks(section)):
-        exec(compile(block, f"{PAGE.name}, {section}, block {number + 1}", "exec"), names)
+    module = types.ModuleType("extending")
+    names = vars(module)
+    names.update(known or {})
+    with mock.patch.dict(sys.modules, {"extending": module}):  # where dataclasses look for their module
+        for number, block in enumerate(blocks(section)):
+            exec(compile(block, f"{PAGE.name}, {section}, block {number + 1}", "exec"), names)
     return names
 
 
@@ -92,7 +101,7 @@ def test_likelihood() -> None:
 
 def test_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     known = {"torch": torch, "nn": torch.nn, "ng": ng, "x": torch.randn(64, 4), "y": torch.randn(64, 1)}
-    names = run("A covariance family", known)
+    names = run("A change of one that exists", known)
     assert "determine" in capsys.readouterr().out
     posterior, model = names["posterior"], names["model"]
     (statistics,) = posterior.statistics.values()
@@ -107,16 +116,101 @@ def test_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ng.load_posterior(tmp_path / "posterior", model)
 
 
-def test_momentum() -> None:
+def test_a_whole_family(tmp_path: Path) -> None:
+    known = {"torch": torch, "nn": torch.nn, "ng": ng, "x": torch.randn(64, 4), "y": torch.randn(64, 1)}
+    names = run("A covariance family", known)
+    model, second, learner = names["model"], names["second_fit"], names["learner"]
+    assert [block.name for block in second.structure.blocks] == ["0", "2"]
+    prior = second.priors.blocks["0"]
+    (first, *_) = (precision for _, precision in names["optimizer"].posterior().noisy_blocks())
+    close(prior.matrix(), first.matrix * 64)
+    x = names["x"]
+    inputs = torch.cat([x, torch.ones(64, 1, dtype=x.dtype)], dim=1)
+    expected = (50 * inputs.mT @ inputs / 64 + torch.eye(5, dtype=x.dtype)) / 51  # 50 updates, and the identity
+    close(names["optimizer"].covariance.statistics["0"].second_moment, expected)
+    second.step(lambda: (model(x), names["y"]))
+    second.posterior().save(tmp_path / "posterior")
+    loaded = ng.load_posterior(tmp_path / "posterior", model)
+    assert float(loaded.kl()) == float(second.posterior().kl())
+    dense = [precision.to_dense() for _, precision in second.posterior().noisy_blocks()]
+    assert [len(matrix) for matrix in dense] == [80, 34]
+    assert learner.mean.shape == (3, 114)
+    assert learner.kl().isfinite().all()
+
+
+def momentum_modes() -> dict[str, Any]:
     model = torch.nn.Linear(4, 1)
     known = {"torch": torch, "nn": torch.nn, "ng": ng, "x": torch.randn(64, 4), "y": torch.randn(64, 1), "model": model}
     before = model.weight.detach().clone()
     names = run("A momentum mode", known)
     assert not torch.equal(model.weight, before)
-    mode = names["optimizer"].algorithm.momentum
+    return names
+
+
+def test_nesterov() -> None:
+    mode = momentum_modes()["Nesterov"](torch.zeros(5), 1)
     mode.average.fill_(1.0)
     ahead = mode.of_step(torch.ones(5), [({"momentum": 0.5}, slice(0, 5))], None)
     torch.testing.assert_close(ahead, torch.full((5,), 1.75))  # v = 1 + 0.5 · 1; step + 0.5 v
+
+
+def test_a_mode_with_a_count() -> None:
+    mode = momentum_modes()["PlainAverage"](torch.zeros(5), 1)
+    given = torch.randn(4, 5)
+    for gradient, taken in zip(given, (1.0, 0.0, 1.0, 1.0), strict=True):
+        found = mode.of_gradient(gradient * taken, [], torch.tensor(taken))
+    torch.testing.assert_close(found, given[[0, 2, 3]].mean(0))
+
+
+def test_what_a_mode_keeps_is_resumed() -> None:
+    names = momentum_modes()
+    model, x, y = names["model"], names["x"], names["y"]
+
+    def train(optimizer: ng.NoisyKFAC, network: torch.nn.Module, steps: int) -> None:
+        for _ in range(steps):
+            optimizer.step(lambda: (network(x), y))
+
+    def made(network: torch.nn.Module) -> ng.NoisyKFAC:
+        return ng.NoisyKFAC(network, ng.Gaussian(), num_data=64, momentum_mode="plain_average", seed=1)
+
+    optimizer = made(model)
+    train(optimizer, model, 3)
+    again = copy.deepcopy(model)
+    resumed = made(again)
+    resumed.load_state_dict(optimizer.state_dict())
+    assert resumed.algorithm.momentum.count == 3
+    train(optimizer, model, 3)
+    train(resumed, again, 3)
+    assert torch.equal(model.weight, again.weight)
+
+
+@pytest.mark.parametrize("mode", [HeavyBall, object, type("Nameless", (Momentum,), {}), "average"])
+def test_a_momentum_mode_that_cannot_be_registered(mode: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"momentum mode (is a subclass of|'heavy_ball' already)"):
+        register_momentum_mode(mode)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda units: [units[:1]], r"1 \(LayerNorm\) is in 0 blocks; 2 \(Linear\) is in 0 blocks"),
+        (lambda units: [units, units[1:]], r"1 \(LayerNorm\) is in 2 blocks"),
+    ],
+    ids=["left out", "twice"],
+)
+def test_a_partition_that_forgets_or_repeats_layers(wrong: Any, message: str) -> None:
+    class Odd(diagonal.Diagonal):
+        name = "odd"
+
+        def partition(self, units: Any, every_unit: Any) -> Iterator[Part]:
+            for index, some in enumerate(wrong(units)):
+                yield Part(f"part {index}", self, tuple(some))
+
+    register_family(Odd())
+    optimizer = type("NoisyOdd", (ng.NoisyOptimizer,), {"family": "odd"})
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2), torch.nn.Linear(2, 1))
+    with pytest.raises(ValueError, match=message):
+        optimizer(model, ng.Gaussian(), num_data=8)
 
 
 @pytest.mark.parametrize(

@@ -102,9 +102,13 @@ def clip_factor(gradient: Tensor, step: Tensor, groups: Groups, clip: float | Te
 
 
 class Momentum(ABC):
-    """What a mode keeps, and what it does. A mask of 0 leaves everything as it was."""
+    """What a mode keeps, and what it does.
 
-    name: ClassVar[str]
+    It may run once and be replayed: what it keeps is in tensors that are changed in place, and it reads none of them on
+    the host. A mask of 0, which comes with a gradient of zeros, leaves all of them as they were.
+    """
+
+    name: ClassVar[str] = ""
 
     def __init__(self, like: Tensor, groups: int) -> None:
         self.average = torch.zeros_like(like)
@@ -112,6 +116,10 @@ class Momentum(ABC):
         self.weight = like.new_zeros(groups)
         """1 − β₁ᵏ of each param group, kept as a recursion so that a captured graph counts by itself."""
         self._one = like.new_ones(1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a resumed training goes on with: every tensor among the attributes whose name has no underscore."""
+        return {name: kept for name, kept in vars(self).items() if isinstance(kept, Tensor) and name[0] != "_"}
 
     def of_gradient(self, gradient: Tensor, groups: Groups, mask: Tensor | None) -> Tensor:
         """What takes the gradient's place before it is preconditioned."""
@@ -122,6 +130,26 @@ class Momentum(ABC):
         return step
 
 
+MOMENTUM_MODES: dict[str, type[Momentum]] = {}
+"""What `momentum_mode` may be."""
+
+
+def register_momentum_mode(mode: type[Momentum]) -> type[Momentum]:
+    """Make a mode known by its name; a decorator of a class.
+
+    Raises:
+        TypeError: It is not a subclass of `Momentum`, or has no name.
+        ValueError: There is a mode of that name.
+    """
+    if not (isinstance(mode, type) and issubclass(mode, Momentum) and mode.name):
+        raise TypeError(f'a momentum mode is a subclass of Momentum with a name = "..."; got {mode!r}')
+    if mode.name in MOMENTUM_MODES:
+        raise ValueError(f"there is a momentum mode {mode.name!r} already ({MOMENTUM_MODES[mode.name].__name__})")
+    MOMENTUM_MODES[mode.name] = mode
+    return mode
+
+
+@register_momentum_mode
 class GradientAverage(Momentum):
     """A bias-corrected moving average of the gradient, as in the paper's regression code and in Adam."""
 
@@ -141,6 +169,7 @@ class GradientAverage(Momentum):
         return averages[0] if len(averages) == 1 else torch.cat(averages, dim=-1)
 
 
+@register_momentum_mode
 class HeavyBall(Momentum):
     """A velocity, as in the released CIFAR-10 code."""
 
@@ -156,10 +185,6 @@ class HeavyBall(Momentum):
                 new = _of(step, part).add(velocity, alpha=group["momentum"])
                 velocity.copy_(torch.where(mask > 0, new, velocity))
         return self.average
-
-
-MOMENTUM_MODES: dict[str, type[Momentum]] = {mode.name: mode for mode in (GradientAverage, HeavyBall)}
-"""What `momentum_mode` may be."""
 
 
 def _of(tensor: Tensor, part: slice) -> Tensor:

@@ -111,7 +111,10 @@ class Family(ABC):
         """Tensors that are finite if all statistics are, each with the name of the layer that it is about."""
 
     def unmeasured(self, current: Statistics) -> Statistics:
-        """The statistics of a pass in which none of the layers took part: no gradients, inputs as they were."""
+        """The statistics of a pass in which none of the layers took part: 0, of what is made of gradients.
+
+        A family with moments of inputs keeps those of `current`: such a pass says nothing of them.
+        """
         return current.map(torch.zeros_like)
 
     def notes(self, units: Sequence[Unit], statistics: Statistics) -> dict[str, str]:
@@ -169,7 +172,10 @@ def register_family(family: Family) -> Family:
 def family_named(name: str) -> Family:
     """The family of this name; ValueError, with those that there are, for another."""
     if name not in FAMILIES:
-        raise ValueError(f"there is no covariance family {name!r}; there are {', '.join(FAMILIES)}")
+        raise ValueError(
+            f"there is no covariance family called {name!r}; there are {', '.join(FAMILIES)}. Register one of your own "
+            'before it is used, and name it in the optimiser\'s class: family = "..."'
+        )
     return FAMILIES[name]
 
 

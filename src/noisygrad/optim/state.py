@@ -87,7 +87,7 @@ class OptimizerState:
         wrong = sorted({name for _, name in dict(shapes.items() ^ found.items())})
         if wrong:
             raise ValueError(
-                f"the state belongs to another model, other groups or another damping: {', '.join(wrong[:4])} "
+                f"the state belongs to another model, other groups, another damping or momentum mode: {', '.join(wrong[:4])} "
                 f"{'differs' if len(wrong) == 1 else 'differ'} in shape or presence"
             )
         priors = {key: tensor for entry in entries if entry.is_prior for key, tensor in entry.read().items()}
@@ -151,11 +151,13 @@ class OptimizerState:
         structure, momentum, covariance = self.structure, self.algorithm.momentum, self.algorithm.covariance
         found: list[_Entry] = [
             _Vector("mean", self.weights.mean.flat, structure),
-            _Vector("momentum", momentum.average, structure),
             _Vector("prior_mean", self.priors.mean, structure, is_prior=True),
-            _Record(0, "momentum_weight", _Single(momentum.weight)),
             _Record(0, "updates", _Single(covariance.fisher.updates)),
         ]
+        for name, tensor in momentum.tensors().items():
+            like_weights = tensor.shape == self.weights.mean.flat.shape
+            name = f"momentum/{name}"
+            found.append(_Vector(name, tensor, structure) if like_weights else _Record(0, name, _Single(tensor)))
         numbers = {name: index for index, name in enumerate(structure.parameters)}
         for block in structure.blocks:
             owner = block if block.follows_memory else None

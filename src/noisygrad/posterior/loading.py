@@ -50,7 +50,10 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: str | None = N
     if header["num_data"] < 1 or not 0 < header["kl_weight"] < math.inf or header["damping_mode"] not in MODES:
         raise ValueError(f"{path} is damaged: num_data, kl_weight or damping_mode in its header make no sense")
     if header["family"] not in FAMILIES:
-        raise ValueError(f"{path} holds a posterior of the family {header['family']!r}, which this noisygrad has not")
+        raise ValueError(
+            f"{path} holds a posterior of the family {header['family']!r}, which this noisygrad has not; register one of "
+            "your own before you load (register_family)"
+        )
     if family is not None and header["family"] != family:
         raise ValueError(f"{path} holds a posterior of the family {header['family']!r}, not {family!r}")
     model = unwrapped(model)

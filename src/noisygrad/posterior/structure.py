@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -157,6 +158,7 @@ def build_structure(
             unique = f"{part.name}@{group}" if group else part.name
             blocks.append(Block(unique, part.family, part.units, start, group, noisy))
             notes |= part.notes
+    _check_partition(kind, units, blocks)
     return Structure(
         kind,
         blocks,
@@ -166,6 +168,19 @@ def build_structure(
         next(iter(replicas)),
         notes,
     )
+
+
+def _check_partition(family: Family, units: Sequence[Unit], blocks: Sequence[Block]) -> None:
+    """Raise for a family whose `partition` would leave weights untrained, or train them twice."""
+    taken = Counter(unit.name for block in blocks for unit in block.units)
+    names = Counter(block.name for block in blocks)
+    wrong = [f"{unit.name} ({unit.layer}) is in {taken[unit.name]} blocks" for unit in units if taken[unit.name] != 1]
+    wrong += [f"{count} blocks are called {name}" for name, count in names.items() if count > 1]
+    if wrong:
+        raise ValueError(
+            f"partition of the family {str(family)!r} must put each layer into one block, of a name of its own: "
+            f"{'; '.join(wrong[:4])}"
+        )
 
 
 def _as_it_lies(unit: Unit, own: Mapping[str, nn.Parameter]) -> Unit:
