@@ -120,8 +120,8 @@ class Prediction(ABC):
 
     def _quantile(self, level: float) -> Tensor:
         raise ValueError(
-            f"{type(self).__name__} has no quantiles: they need an ordered target "
-            "(Gaussian, HeteroscedasticGaussian, Bernoulli or Poisson likelihood)."
+            f"{type(self).__name__} has no quantiles, as those of Gaussian, Bernoulli and Poisson likelihoods have: "
+            "they need an ordered target, and a method _quantile(level)."
         )
 
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:

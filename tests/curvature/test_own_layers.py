@@ -114,6 +114,13 @@ def other_examples(unit, module, inputs, gradient, batch):
     return MatrixPass(seen.activations.flip(0), seen.gradients.flip(0), False) if unit.kind == "matrix" else seen
 
 
+def grouped(unit, module, inputs, gradient, batch):
+    seen = observe_turned(unit, module, inputs, gradient, batch)
+    if unit.kind != "matrix":
+        return seen
+    return MatrixPass(seen.activations[None], seen.gradients[None], constant=False, grouped=True)
+
+
 def swapped(unit, module, inputs, gradient, batch):
     seen = observe_turned(unit, module, inputs, gradient, batch)
     return MatrixPass(seen.activations, 2 * seen.gradients, False) if unit.kind == "matrix" else seen
@@ -127,6 +134,7 @@ def swapped(unit, module, inputs, gradient, batch):
         (wrong_shape, observe_turned, r"'0\.weight' has 4 × 4 numbers.*\(3, 4\)"),
         (turned_units, too_few, r"2 examples with 9 numbers each, but .* keeps 2, and `units` says 12"),
         (turned_units, all_in_one, r"1 examples with 12 numbers each"),
+        (turned_units, grouped, r"'0\.weight' has groups=1, so the pass .* must not be grouped"),
         (turned_units, summed, r"1 examples with 12 numbers each"),
         (turned_units, other_examples, r"'0\.weight'.*correct `units` or `observe`"),
         (turned_units, swapped, r"'0\.weight'.*correct `units` or `observe`"),

@@ -239,7 +239,7 @@ ZERO = torch.zeros(4, 1)
         (Gaussian(), torch.zeros(4, 2), torch.zeros(4, 3), "last layer"),
         (Gaussian(), ZERO, ZERO.long(), r"int64.*target\.float\(\)"),
         (Bernoulli(), ZERO, ZERO.bool(), r"bool.*target\.float\(\)"),
-        (Poisson(), ZERO, ZERO.bool(), "must be counts"),
+        (Poisson(), ZERO, ZERO.bool(), "must be numbers"),
         (Categorical(), torch.zeros(4, 3), torch.zeros(4), r"float32.*target\.long\(\)"),
         (Gaussian(), ZERO.long(), ZERO, "output must be floating"),
         (Gaussian(), torch.zeros(0, 1), torch.zeros(0, 1), "empty"),
@@ -277,3 +277,27 @@ def test_check_knows_replicas_and_accepts_what_is_right() -> None:
     bad = Categorical().invalid(torch.zeros(2, 3), torch.tensor([0, 3]))
     assert bad.ndim == 0
     assert bool(bad)
+
+
+class Unusual(Gaussian):
+    """Targets of at least 1; `log_prob` of every element, which is not what it should be."""
+
+    nll = Likelihood.nll
+
+    def invalid(self, output: Tensor, target: Tensor) -> Tensor:
+        return ~(target >= 1).all()
+
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        return -(output - target).square()
+
+
+def test_impossible_values_of_ones_own_likelihood_are_not_called_nan() -> None:
+    with pytest.raises(ValueError, match=r"impossible; they go from -1\.0 to -1\.0"):
+        Unusual().check(ZERO, ZERO - 1)
+
+
+def test_a_log_prob_of_the_wrong_shape_is_no_loss() -> None:
+    with pytest.raises(
+        ValueError, match=r"Unusual: log_prob must give one number for each example, \[4\].*gave \[4, 1\]"
+    ):
+        Unusual().nll(ZERO, ZERO + 1)

@@ -122,7 +122,15 @@ def test_registration_refuses(kind: Any, error: type[Exception], message: str) -
 
 class Wordy(LogNormal):
     def config(self) -> dict[str, Any]:
-        return {"sigma": self.width}
+        return {"width": self.width, "sigma": self.width}
+
+
+class Part(LogNormal):
+    """Its config() is that of its base, which does not know the second argument."""
+
+    def __init__(self, width: float = 0.5, zero: float = 0.1) -> None:
+        super().__init__(width)
+        self.zero = zero
 
 
 class Heavy(LogNormal):
@@ -138,7 +146,8 @@ class Doubling(LogNormal):
 @pytest.mark.parametrize(
     ("likelihood", "message"),
     [
-        (Wordy(0.7), r"Wordy: config\(\) gives \{'sigma': 0.7\}.*unexpected keyword.*constructor's arguments"),
+        (Wordy(0.7), r"Wordy: config\(\) gives \{.*'sigma': 0.7\}.*unexpected keyword.*constructor's arguments"),
+        (Part(0.7, 0.2), r"Part: config\(\) leaves out zero, which a file would lose"),
         (Heavy(0.7), r"Heavy: config\(\) gives \{'width': tensor.*not JSON serializable"),
         (
             Doubling(0.25),

@@ -25,7 +25,7 @@ def test_a_distributed_checkpoint_names_every_parameter(kind, groups, steps):
     assert found["state"].keys() == parameters.keys()
     for name, parameter in parameters.items():
         assert torch.equal(found["state"][name]["mean"], parameter)
-        for record in ("momentum", "prior_mean"):
+        for record in ("momentum/average", "prior_mean"):
             assert found["state"][name][record].shape == parameter.shape
     names = {id(parameter): name for name, parameter in parameters.items()}
     assert [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups] == [

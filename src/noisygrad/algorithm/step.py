@@ -4,7 +4,6 @@ A momentum mode is a subclass of `Momentum` with a name: it changes the gradient
 step after it was clipped.
 """
 
-from abc import ABC
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -101,7 +100,7 @@ def clip_factor(gradient: Tensor, step: Tensor, groups: Groups, clip: float | Te
     return (clip / torch.as_tensor(length).clamp_min(0.0)).sqrt().clamp(max=1.0)
 
 
-class Momentum(ABC):
+class Momentum:
     """What a mode keeps, and what it does.
 
     It may run once and be replayed: what it keeps is in tensors that are changed in place, and it reads none of them on

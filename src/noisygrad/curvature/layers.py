@@ -19,7 +19,8 @@ def matrix_units(
 ) -> list[Unit]:
     """The matrix [W | b] of a module with `weight` and `bias`, as the one unit of a layer; either may be frozen.
 
-    Empty where neither is in `trainable`. `more` are further fields of the unit.
+    `outputs` and `inputs` are those of one group, without the constant's column. Empty where neither parameter is in
+    `trainable`. `more` are further fields of the unit.
     """
     columns = inputs if "weight" in trainable else 0
     constant = "bias" in trainable

@@ -125,7 +125,12 @@ class _Call:
                 with torch.no_grad(), torch.autocast(device.type, enabled=False):
                     # With the same parameters: a gradient may depend on those of another unit.
                     one = self.layer.observe(plain, self.module, inputs.detach(), gradient, batch)
-                    rows.append((plain, one.rows()))
+                if getattr(one, "grouped", False) != (unit.groups > 1):
+                    raise ValueError(
+                        f"{self.title}: `units` says that {unit.name!r} has groups={unit.groups}, so the pass that "
+                        f"`observe` makes of it must {'' if unit.groups > 1 else 'not '}be grouped"
+                    )
+                rows.append((plain, one.rows()))
         types = {tensor.dtype for tensor in (inputs, output, *leaves) if tensor.is_floating_point()}
         narrow = torch.is_autocast_enabled(device.type) or not types <= TOLERANCES.keys()
         return rows, by_autograd, COARSE_TOLERANCE if narrow else max(TOLERANCES[kind] for kind in types)

@@ -18,7 +18,10 @@ Kind = Literal["matrix", "elementwise", "embedding", "other"]
 
 @dataclass(frozen=True)
 class Slot:
-    """Columns [start, stop) of a unit's matrix hold (rows of) one parameter, whose prior is centred on `centre`."""
+    """Columns [start, stop) of a unit's matrix hold one parameter, whose prior is centred on `centre`.
+
+    With `rows` they hold only this range of the parameter's first dimension; all after it is flattened into columns.
+    """
 
     parameter: str
     start: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ def diagonal_columns(root: Tensor, event_dims: int) -> Tensor:
 
 class Likelihood(nn.Module, ABC):
     """The distribution of a target given the network's output."""
+
+    integer_targets: ClassVar[bool] = False
+    """Whether targets may be integers, too; else they must be floating point."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         """A subclass that replaces `log_prob` but not `score` gets the general `score`, not one of another formula."""
@@ -55,7 +58,13 @@ class Likelihood(nn.Module, ABC):
 
     def nll(self, output: Tensor, target: Tensor) -> Tensor:
         """The loss: the mean over the batch of minus `log_prob`, summed over replicas. Does not call `check`."""
-        return -self.log_prob(output, target).sum() / output.shape[len(self.replicas)]
+        log_prob = self.log_prob(output, target)
+        if log_prob.shape != (expected := output.shape[: len(self.replicas) + 1]):
+            raise ValueError(
+                f"{type(self).__name__}: log_prob must give one number for each example, {list(expected)}, summed over "
+                f"the event (self.sum_event); it gave {list(log_prob.shape)}"
+            )
+        return -log_prob.sum() / expected[-1]
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
         """∂ log p / ∂ output, of the output's shape: what a backward pass of `log_prob` starts from."""
@@ -156,10 +165,10 @@ class Likelihood(nn.Module, ABC):
         return target
 
     def _check_dtype(self, target: Tensor) -> None:
-        if not target.dtype.is_floating_point:
-            raise ValueError(
-                f"{type(self).__name__}: targets must be floating point; got {target.dtype}: use target.float()."
-            )
+        counts = self.integer_targets and target.dtype != torch.bool and not target.dtype.is_complex
+        if not (target.dtype.is_floating_point or counts):
+            kind = "numbers" if self.integer_targets else "floating point"
+            raise ValueError(f"{type(self).__name__}: targets must be {kind}; got {target.dtype}: use target.float().")
 
     def target_shape(self, output: Tensor) -> torch.Size:
         """The shape that targets of this output must have."""
@@ -173,8 +182,9 @@ class Likelihood(nn.Module, ABC):
         return "Reshape the target, or check the size of the network's last layer."
 
     def _value_advice(self, output: Tensor, target: Tensor) -> str:
-        bad = int((~target.isfinite()).sum())
-        return f"{bad} of {target.numel()} targets are NaN or infinite; drop or impute them."
+        if bad := int((~target.isfinite()).sum()):
+            return f"{bad} of {target.numel()} targets are NaN or infinite; drop or impute them."
+        return f"some targets are impossible; they go from {float(target.min())} to {float(target.max())}."
 
     # Helpers for subclasses.
 

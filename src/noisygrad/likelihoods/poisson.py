@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,9 +15,7 @@ from noisygrad.predictions import PoissonPrediction
 class Poisson(Likelihood):
     """Independent counts; integer or floating-point, and of the output's shape."""
 
-    def _check_dtype(self, target: Tensor) -> None:
-        if target.dtype == torch.bool or target.dtype.is_complex:
-            raise ValueError(f"Poisson: targets must be counts; got {target.dtype}: use target.float().")
+    integer_targets: ClassVar[bool] = True
 
     def invalid(self, output: Tensor, target: Tensor) -> Tensor:
         """Whether any target is not a count: negative, fractional, infinite or NaN."""

@@ -70,6 +70,9 @@ def check_saveable(likelihood: Likelihood) -> None:
             f"the likelihood is of a class {name!r} that is not the registered one of that name. Register it under "
             "another name: a file would be read with the other class"
         )
+    own = kind.from_config.__func__ is not Likelihood.from_config.__func__  # type: ignore[attr-defined]
+    if lost := [] if own else [argument for argument in _constructor_arguments(kind) if argument not in config]:
+        raise ValueError(f"{name}: config() leaves out {', '.join(lost)}, which a file would lose. Add them to it")
     advice = "It has to return the constructor's arguments, as numbers, strings, lists and dicts"
     try:
         stored = json.loads(json.dumps(config))

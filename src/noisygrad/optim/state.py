@@ -87,8 +87,8 @@ class OptimizerState:
         wrong = sorted({name for _, name in dict(shapes.items() ^ found.items())})
         if wrong:
             raise ValueError(
-                f"the state belongs to another model, other groups, another damping or momentum mode: {', '.join(wrong[:4])} "
-                f"{'differs' if len(wrong) == 1 else 'differ'} in shape or presence"
+                f"the state belongs to another model, other groups, another damping or momentum mode: "
+                f"{', '.join(wrong[:4])} {'differs' if len(wrong) == 1 else 'differ'} in shape or presence"
             )
         priors = {key: tensor for entry in entries if entry.is_prior for key, tensor in entry.read().items()}
         if any(not torch.equal(tensor.cpu(), theirs[key].cpu()) for key, tensor in priors.items()):
@@ -156,8 +156,8 @@ class OptimizerState:
         ]
         for name, tensor in momentum.tensors().items():
             like_weights = tensor.shape == self.weights.mean.flat.shape
-            name = f"momentum/{name}"
-            found.append(_Vector(name, tensor, structure) if like_weights else _Record(0, name, _Single(tensor)))
+            key = f"momentum/{name}"
+            found.append(_Vector(key, tensor, structure) if like_weights else _Record(0, key, _Single(tensor)))
         numbers = {name: index for index, name in enumerate(structure.parameters)}
         for block in structure.blocks:
             owner = block if block.follows_memory else None

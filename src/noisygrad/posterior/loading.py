@@ -51,8 +51,8 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: str | None = N
         raise ValueError(f"{path} is damaged: num_data, kl_weight or damping_mode in its header make no sense")
     if header["family"] not in FAMILIES:
         raise ValueError(
-            f"{path} holds a posterior of the family {header['family']!r}, which this noisygrad has not; register one of "
-            "your own before you load (register_family)"
+            f"{path} holds a posterior of the family {header['family']!r}, which this noisygrad has not; "
+            "register one of your own before you load (register_family)"
         )
     if family is not None and header["family"] != family:
         raise ValueError(f"{path} holds a posterior of the family {header['family']!r}, not {family!r}")
@@ -69,7 +69,10 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: str | None = N
     structure = build_structure(model, header["family"], header["groups"].__getitem__, header["noise"])
     entries = {entry.get("name"): entry.get("prior") for entry in header["blocks"]}
     if [block.name for block in structure.blocks] != list(entries):
-        raise ValueError(f"{path} belongs to another model: its layers differ")
+        raise ValueError(
+            f"{path} belongs to another model: its layers differ, or layers of your own are not registered yet "
+            "(register_layer)"
+        )
     frozen = {name: tensors.get(f"frozen/{name}") for name in structure.frozen}
     if any(t is None or t.shape != structure.frozen[name].shape for name, t in frozen.items()):
         raise ValueError(f"{path} belongs to another model: its frozen parameters differ")
