@@ -16,6 +16,7 @@ from noisygrad.replicas.engine import ReplicaGenerators, compiler_available, tra
 from noisygrad.replicas.noisy import NoisyLearner, NoisySettings
 from noisygrad.replicas.perceptrons import Perceptrons
 from noisygrad_paper.baselines.bbb import BBB, BBBSettings
+from support.replay_executor import replayed
 from support.truth import OPTIMIZERS, normal
 
 NETWORK = Perceptrons((3, 5, 4, 1))
@@ -334,3 +335,15 @@ def test_a_step_that_is_compiled_wrongly_stays_as_it_is(monkeypatch: pytest.Monk
         found = train("kronecker", [0, 1], epochs=1, execution="compiled")
     for name, tensor in right.items():
         assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("every", [1, 4], ids=["one piece", "three pieces"])
+@pytest.mark.parametrize("kind", ["diagonal", "kronecker"])
+def test_a_captured_step_is_the_eager_one(kind: str, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With executors that replay on a CPU what a GPU would."""
+    eager = train(kind, [0, 1], factor_every=every)
+    made = replayed(monkeypatch)
+    captured = train(kind, [0, 1], execution="captured", factor_every=every)
+    assert sum(executor.replays > 0 for executor in made) == (1 if every == 1 else 3)
+    for name, tensor in eager.items():
+        torch.testing.assert_close(captured[name], tensor, rtol=1e-9, atol=1e-12)

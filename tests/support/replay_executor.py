@@ -15,21 +15,28 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from noisygrad.kernels.factorisation import unchecked
 from noisygrad.optim import execution
 from noisygrad.optim.execution import WARM_UPS, Executor, Work
 
 
 class Recording(TorchDispatchMode):
-    """The operations that are run inside, with their tensors."""
+    """The operations that are run inside, with their tensors.
 
-    def __init__(self) -> None:
+    Of a whole step `host_reads` are allowed: a CPU looks at batches and statistics that a GPU does not look at.
+    """
+
+    def __init__(self, *, host_reads: bool = False) -> None:
         super().__init__()
+        self._host_reads = host_reads
         self._operations: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default:
+            if self._host_reads:
+                return function(*args, **(kwargs or {}))
             raise AssertionError("a number is read on the host, which a graph cannot do")
         made = function(*args, **(kwargs or {}))
         self._operations.append((function, args, kwargs or {}, made))
@@ -57,8 +64,11 @@ class ReplayExecutor(Executor):
     """Runs a piece as it is at first, then records it, then replays the recording: as `GraphCache` on a GPU."""
 
     deferred: ClassVar[bool] = True
+    recording: ClassVar[bool] = False
+    """Whether one of them records: what another one is given then is part of that."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, host_reads: bool = False) -> None:
+        self._host_reads = host_reads
         self.names: list[str] = []
         """What was run, in order."""
         self.keys: set[Hashable] = set()
@@ -67,6 +77,9 @@ class ReplayExecutor(Executor):
         self._entries: dict[str, tuple[Hashable, list[Recording], list[None]]] = {}
 
     def run(self, name: str, key: Hashable, work: Work) -> None:
+        if ReplayExecutor.recording:
+            work()
+            return
         # What a CPU looks at, to save a multiplication by 1, a GPU does not; nor does a compiled step on a CPU.
         with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
             self._run(name, key, work)
@@ -81,7 +94,12 @@ class ReplayExecutor(Executor):
             runs.append(None)
             work()
         elif not recordings:
-            with Recording() as recording:
+            # Nothing that is recorded may be checked.
+            with (
+                Recording(host_reads=self._host_reads) as recording,
+                mock.patch.object(ReplayExecutor, "recording", True),
+                unchecked(),
+            ):
                 work()
             recordings.append(recording)
         else:
@@ -89,6 +107,13 @@ class ReplayExecutor(Executor):
             recordings[0].replay()
 
 
-def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every optimiser that is made from now on has a `ReplayExecutor`: `optimizer.update._executor`."""
-    monkeypatch.setattr(execution, "executor_for", lambda device: ReplayExecutor())
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[ReplayExecutor]:
+    """Whatever is made from now on has a `ReplayExecutor`, such as `optimizer.update._executor`; those made."""
+    made: list[ReplayExecutor] = []
+
+    def executor_for(device: torch.device, generators: Any = (), *, differentiates: bool = True) -> ReplayExecutor:
+        made.append(ReplayExecutor(host_reads=differentiates))
+        return made[-1]
+
+    monkeypatch.setattr(execution, "executor_for", executor_for)
+    return made

@@ -50,7 +50,7 @@ def assemble(
 ) -> Parts:
     """All parts of an optimiser that trains `model`, with factors made of the Fisher it starts from."""
     place: dict[str, Any] = {"dtype": dtype, "device": device}
-    executor = execution.executor_for(device)
+    executor = execution.executor_for(device, differentiates=False)
     units = options.kl_weight / options.num_data
     covariance = Covariance(
         structure.blocks,

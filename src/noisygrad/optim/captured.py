@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from noisygrad.optim.execution import GraphCache
+from noisygrad.optim import execution
 from noisygrad.optim.measurement import Closure
 from noisygrad.optim.optimizer import NoisyOptimizer
 
@@ -40,8 +40,8 @@ class CapturedStep:
         self._optimizer = optimizer
         self._closure = closure
         self._prepare = prepare
-        self._captures = optimizer.device.type == "cuda" and not optimizer.ranks.active
-        self._graphs = GraphCache(optimizer.device, optimizer.generators)
+        self._executor = execution.executor_for(optimizer.device, optimizer.generators)
+        self._captures = self._executor.deferred and not optimizer.ranks.active
         self._refreshes = 0
 
     @torch.no_grad()
@@ -59,7 +59,7 @@ class CapturedStep:
         dampings = [group["damping"] for group in optimizer.param_groups]
         limits = (measurement.statistics_limit, measurement.forward_limit)
         key = (update.replay_key(), self._mode(), *limits, *dampings)
-        self._graphs.run(f"{statistics} {refresh}", key, self._as_it_is)
+        self._executor.run(f"{statistics} {refresh}", key, self._as_it_is)
         if optimizer.steps < step:  # a replay: nothing on the host has noticed
             optimizer.steps = step
             if statistics:

@@ -132,7 +132,7 @@ class Replay:
 
 
 class GraphCache(Executor):
-    """Runs pieces of work by name, as CUDA graphs once they have settled; see `Replay`."""
+    """Runs pieces of work by name, as CUDA graphs once they have settled; arguments as of `Replay`."""
 
     deferred: ClassVar[bool] = True
 
@@ -146,7 +146,7 @@ class GraphCache(Executor):
 
     def run(self, name: str, key: Hashable, work: Work) -> None:
         """Do `work`, whose tensors and numbers must be the same whenever `key` is equal."""
-        if self._device.type != "cuda" or capturing():
+        if capturing():
             work()
             return
         known = self._entries.get(name)
@@ -161,6 +161,10 @@ class GraphCache(Executor):
         return next((pool for _, replay in self._entries.values() if (pool := replay.pool) is not None), None)
 
 
-def executor_for(device: torch.device) -> Executor:
-    """What runs the optimiser's own arithmetic on a device."""
-    return GraphCache(device, differentiates=False) if device.type == "cuda" else DirectExecutor()
+def executor_for(
+    device: torch.device, generators: Iterable[torch.Generator] = (), *, differentiates: bool = True
+) -> Executor:
+    """What runs pieces of work on a device: as CUDA graphs on a GPU, as they are elsewhere."""
+    if device.type == "cuda":
+        return GraphCache(device, generators, differentiates=differentiates)
+    return DirectExecutor()

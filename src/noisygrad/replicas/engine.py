@@ -11,6 +11,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Self
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from noisygrad.kernels.random import epoch_generator
-from noisygrad.optim.execution import Replay
+from noisygrad.optim import execution as executors
 from noisygrad.replicas.learner import Learner
 
 Execution = Literal["auto", "eager", "compiled", "captured"]
@@ -179,7 +180,6 @@ class _Stepper:
     """One step, its parts compiled or captured as asked; a refresh that cannot be traced stays as it is."""
 
     def __init__(self, engine: _Engine, how: Execution) -> None:
-        graphs = engine.learner.device.type == "cuda" and how != "eager"
         if how == "compiled":
             # Every training compiles the same functions anew, and there is a limit to how often that may happen.
             torch.compiler.reset()
@@ -189,7 +189,10 @@ class _Stepper:
                 for piece in pieces:
                     piece()
 
-            return Replay(work, engine.learner.device) if graphs else work
+            if how == "eager":
+                return work
+            executor = executors.executor_for(engine.learner.device)
+            return partial(executor.run, "step", None, work)
 
         def built(piece: Callable[[], None]) -> Callable[[], None]:
             if how != "compiled":
@@ -289,7 +292,7 @@ def _agree(before: Tensor, right: Tensor, found: Tensor) -> bool:
 def _execution(asked: Execution, device: torch.device, steps: int) -> Execution:
     if asked not in ("auto", "eager", "compiled", "captured"):
         raise ValueError(f'execution must be "auto", "eager", "compiled" or "captured"; got {asked!r}')
-    if asked == "captured" and device.type != "cuda":
+    if asked == "captured" and not executors.executor_for(device).deferred:
         raise ValueError(f"a CUDA graph needs a GPU, and the learner is on {device}: use execution='auto'")
     if asked == "compiled" and not compiler_available():
         raise ValueError("execution='compiled' needs a C++ compiler (g++ or clang++); use 'eager'")
