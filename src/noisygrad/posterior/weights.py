@@ -8,12 +8,11 @@ agree, as with replicas, there is a staging copy in between, one gather away.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from noisygrad.posterior.structure import Structure
 
@@ -215,15 +214,3 @@ class FlatWeights:
         rounded = torch.empty_like(self.flat)
         FlatWeights(self._structure, rounded).load_dict_(self.as_dict())
         return rounded
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; every module's own mode again outside."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
