@@ -26,7 +26,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from noisygrad.joint_information import GaussianBatch, JointBatch, LabelBatch, greedy
+from noisygrad.joint_information import GaussianBatch, LabelBatch, greedy
 from noisygrad.predictions import (
     BernoulliPrediction,
     CategoricalPrediction,
@@ -236,7 +236,7 @@ def _noise(prediction: Prediction) -> Tensor:
     return noise
 
 
-def _batch_of(prediction: Prediction, generator: torch.Generator | None) -> JointBatch:
+def _batch_of(prediction: Prediction, generator: torch.Generator | None) -> GaussianBatch | LabelBatch:
     if isinstance(prediction, RegressionPrediction):
         return GaussianBatch(prediction.location, _noise(prediction))
     if isinstance(prediction, PoissonPrediction):

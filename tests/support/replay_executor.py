@@ -90,5 +90,5 @@ class ReplayExecutor(Executor):
 
 
 def replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every optimiser that is made from now on has a `ReplayExecutor`: `optimizer.update._executor`."""
+    """Every optimiser that is made from now on has a `ReplayExecutor`: `optimizer.update.executor`."""
     monkeypatch.setattr(execution, "executor_for", lambda device: ReplayExecutor())

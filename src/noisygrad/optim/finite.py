@@ -106,7 +106,7 @@ class FiniteGuard:
     ) -> None:
         self._structure = structure
         self._running = running
-        self._deferred, self._device = deferred, device
+        self.deferred, self._device = deferred, device
         self._owners = [name for block in structure.blocks for name, _ in block.pieces(statistics[block.name])]
         self._counts = {block.name: len(block.pieces(statistics[block.name])) for block in structure.blocks}
         # Each flag stands for the gradient (the first), a piece of the statistics or the targets (the last).
@@ -131,7 +131,7 @@ class FiniteGuard:
         `statistics` are those that are not known to be finite. `found_inf` is a GradScaler's verdict: such a step is
         skipped without complaint. The gradient is zeroed in place where the step is masked.
         """
-        plain = not self._deferred and found_inf is None
+        plain = not self.deferred and found_inf is None
         total = gradient.sum() if loss is None else gradient.sum() + loss
         if plain and not statistics and math.isfinite(total.item()):
             return None
@@ -144,7 +144,7 @@ class FiniteGuard:
         skip = None if found_inf is None else found_inf.to(self._device).reshape(()) > 0
         self._bad[: len(bad)].logical_or_(bad if skip is None else bad & ~skip)
         self._note_traces(traces, skip)
-        if not self._deferred:
+        if not self.deferred:
             self.check()
             if skip is not None and bool(skip):
                 self._running.restore()

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -29,6 +28,7 @@ from noisygrad.posterior.weights import FlatWeights
 FORMAT = 4
 _CHANGED = "its tensors are under `state` now, where torch's tools expect them"
 Key = tuple[int, str]
+"""The number of the parameter that a tensor of the state is kept under, and a name."""
 _PARTS = {"format", "family", "steps", "settings", "rank", "order", "state", "generators", "likelihood", "param_groups"}
 
 
@@ -146,10 +146,10 @@ class OptimizerState:
         if other:
             raise ValueError(f"the state belongs to other settings: {'; '.join(other)}")
 
-    def _entries(self) -> list[_Entry]:
+    def _entries(self) -> list[_Vector | _Record]:
         """All tensors of the state. The mean is among them, for parameters too narrow to hold all its digits."""
         structure, momentum, covariance = self.structure, self.algorithm.momentum, self.algorithm.covariance
-        found: list[_Entry] = [
+        found: list[_Vector | _Record] = [
             _Vector("mean", self.weights.mean.flat, structure),
             _Vector("momentum", momentum.average, structure),
             _Vector("prior_mean", self.priors.mean, structure, is_prior=True),
@@ -193,25 +193,7 @@ class _Single(TensorRecord):
         return {"": self.tensor}
 
 
-class _Entry(ABC):
-    """Tensors of the state, by the number of the parameter that they are kept under and a name."""
-
-    is_prior = False
-
-    @abstractmethod
-    def shapes(self) -> dict[Key, torch.Size]:
-        """Of what `read` returns; nothing is copied for it."""
-
-    @abstractmethod
-    def read(self) -> dict[Key, Tensor]:
-        """Copies, every matrix as one tensor and every parameter row by row."""
-
-    @abstractmethod
-    def write_(self, tensors: Mapping[Key, Tensor]) -> None:
-        """The inverse of `read`."""
-
-
-class _Vector(_Entry):
+class _Vector:
     """A flat vector, parameter by parameter."""
 
     def __init__(self, name: str, flat: Tensor, structure: Structure, *, is_prior: bool = False) -> None:
@@ -220,18 +202,21 @@ class _Vector(_Entry):
         self._shapes = structure.shapes
 
     def shapes(self) -> dict[Key, torch.Size]:
+        """Of what `read` returns; nothing is copied for it."""
         return {key: self._shapes[parameter] for parameter, key in self._keys.items()}
 
     def read(self) -> dict[Key, Tensor]:
+        """Copies, every matrix as one tensor and every parameter row by row."""
         found = self._weights.as_dict(like_parameters=False)
         return {key: found[parameter] for parameter, key in self._keys.items()}
 
     def write_(self, tensors: Mapping[Key, Tensor]) -> None:
+        """The inverse of `read`."""
         self._weights.load_dict_({parameter: tensors[key] for parameter, key in self._keys.items()})
 
 
-class _Record(_Entry):
-    """The tensors of a record, all under the parameter of number `index`, their names behind `name`.
+class _Record:
+    """The tensors of a record, all under the parameter of number `index`, their names behind `name`; read as a vector.
 
     `owner` is the block that knows in which order the numbers lie, if not in the usual one.
     """

@@ -13,7 +13,7 @@ from noisygrad.distributed import Ranks
 from noisygrad.likelihoods import Likelihood
 from noisygrad.optim.draw import DrawnWeights
 from noisygrad.optim.execution import Executor
-from noisygrad.optim.finite import FiniteGuard
+from noisygrad.optim.finite import FiniteGuard, RunningStatistics
 from noisygrad.optim.measurement import Accumulated, BatchMeasurement
 from noisygrad.optim.options import Options
 from noisygrad.posterior.weights import FlatWeights
@@ -85,35 +85,31 @@ class DeviceScalars:
         return (self.clip is None, id(self.clip), *momenta)
 
 
+@dataclass(kw_only=True)
 class Update:
-    """Makes the steps; owns the gradient."""
+    """What a step is made of, and how it is made."""
 
-    def __init__(
-        self,
-        algorithm: NoisyNaturalGradient,
-        weights: DrawnWeights,
-        measurement: BatchMeasurement,
-        guard: FiniteGuard,
-        likelihood: Likelihood,
-        options: Options,
-        *,
-        gradient: FlatWeights,
-        groups: ParamGroups,
-        ranks: Ranks,
-        executor: Executor,
-    ) -> None:
-        self.gradient, self.groups = gradient, groups
-        self.scalars = DeviceScalars(algorithm.mean)
-        self._algorithm, self._weights = algorithm, weights
-        self._measurement, self._guard, self._likelihood, self._options = measurement, guard, likelihood, options
-        self._ranks, self._executor = ranks, executor
+    algorithm: NoisyNaturalGradient
+    weights: DrawnWeights
+    measurement: BatchMeasurement
+    guard: FiniteGuard
+    running: RunningStatistics
+    likelihood: Likelihood
+    options: Options
+    gradient: FlatWeights
+    groups: ParamGroups
+    ranks: Ranks
+    executor: Executor
+
+    def __post_init__(self) -> None:
+        self.scalars = DeviceScalars(self.algorithm.mean)
 
     def apply(self, step: int, found: Accumulated, scaling: Scaling) -> None:
         """Fisher, factors, mean and observation noise from what was accumulated, in this order."""
-        decay, clip = self._options.decay_at(step), self._options.clip_at(step)
-        found.sum_over(self._ranks, self._algorithm.covariance.statistics)
+        decay, clip = self.options.decay_at(step), self.options.clip_at(step)
+        found.sum_over(self.ranks, self.algorithm.covariance.statistics)
         self.gradient.read_gradients_()
-        if self._executor.deferred:
+        if self.executor.deferred:
             # As tensors, so that a step that is recorded now reads the numbers of the step that replays it.
             scalars = self.scalars
             scalars.set(self.groups.settings, clip, 1.0 - decay)
@@ -135,10 +131,10 @@ class Update:
 
     def replay_key(self) -> tuple[Any, ...]:
         """Changes whenever a recorded step would do something else."""
-        return (self._weights.memory(), self.scalars.key(self.groups.momenta()))
+        return (self.weights.memory(), self.scalars.key(self.groups.momenta()))
 
     def _replay(self, name: str, work: Callable[[], None]) -> None:
-        self._executor.run(name, self.replay_key(), work)
+        self.executor.run(name, self.replay_key(), work)
 
     def _watch_and_measure(
         self, step: int, found: Accumulated, scaling: Scaling, rate: float | Tensor
@@ -146,29 +142,29 @@ class Update:
         """Whatever there is to scale, to measure and to refresh before the mean moves, and the mask of the step."""
         self._scale_gradient(found, scaling)
         # Ranks must agree on what is finite, and each has a loss of its own.
-        mask = self._watched(found, None if self._ranks.active else found.loss, scaling)
-        refresh = self._options.factors_due(step)
-        fisher = self._algorithm.covariance.fisher
+        mask = self._watched(found, None if self.ranks.active else found.loss, scaling)
+        refresh = self.options.factors_due(step)
+        fisher = self.algorithm.covariance.fisher
         with fisher.unchanged_on_failure() if refresh else nullcontext():
             if found.statistics:
-                self._measurement.warn_uncalled_layers(found)
-                self._algorithm.measure_(found.statistics, rate, mask=mask, examples=found.examples)
+                self.measurement.warn_uncalled_layers(found)
+                self.algorithm.measure_(found.statistics, rate, mask=mask, examples=found.examples)
                 fisher.count(found.statistics)
                 found.statistics = {}  # as large as the moving averages, and done with
             if refresh:
-                self._guard.check()
-                self._algorithm.refresh_(self.groups.dampings())
+                self.guard.check()
+                self.algorithm.refresh_(self.groups.dampings())
         return mask
 
     def _is_plain(self, step: int, found: Accumulated, scaling: Scaling) -> bool:
         """Whether this step is one draw and one loss without anything to scale, to measure or to refresh."""
         return (
-            not self._ranks.active
+            not self.ranks.active
             and found.draws == 1
             and found.calls == 1
             and not found.statistics
             and found.noise is None
-            and not self._options.factors_due(step)
+            and not self.options.factors_due(step)
             and scaling.scale is None
             and scaling.found_inf is None
         )
@@ -183,17 +179,17 @@ class Update:
     def _watched(self, found: Accumulated, loss: Tensor | None, scaling: Scaling) -> Tensor | None:
         """Add Γ (w − m₀), at the sampled weights, to the gradient, and see whether the step may go on."""
         gradient = self.gradient.flat
-        self._algorithm.add_prior_(gradient, found.mean_weights())
+        self.algorithm.add_prior_(gradient, found.mean_weights())
         doubtful = {} if found.known_finite else found.statistics
-        return self._guard.watch(gradient, loss, doubtful, found.traces, scaling.found_inf)
+        return self.guard.watch(gradient, loss, doubtful, found.traces, scaling.found_inf)
 
     def _move(self, settings: Sequence[Mapping[str, Any]], clip: float | Tensor | None, mask: Tensor | None) -> None:
         groups = list(zip(settings, self.groups.parts, strict=True))
-        self._algorithm.move_(self.gradient.flat, groups, clip=clip, mask=mask)
-        self._weights.mean.write_parameters_()
+        self.algorithm.move_(self.gradient.flat, groups, clip=clip, mask=mask)
+        self.weights.mean.write_parameters_()
 
     def _update_noise(self, statistic: Tensor, mask: Tensor | None) -> None:
-        likelihood, options = self._likelihood, self._options
+        likelihood, options = self.likelihood, self.options
         before = [buffer.clone() for buffer in likelihood.buffers()] if mask is not None else []
         likelihood.update_noise_(statistic, options.num_data, options.kl_weight)
         if mask is not None:
