@@ -67,6 +67,12 @@ def read_archive(
         raise error(f"{path} is truncated or not a safetensors file ({reason})") from reason
 
 
+def difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """An entry in which two mappings differ, in words."""
+    name = min(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
+    return f"{name!r} is {theirs.get(name, 'absent')} in the file and {ours.get(name, 'absent')} here"
+
+
 def _decoded(text: str) -> dict[str, Any]:
     """The header, or an empty one where it is none."""
     try:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from noisygrad.archive import read_archive, write_archive
+from noisygrad.archive import difference, read_archive, write_archive
 
 FORMAT = 1
 _MARK = "\0"
@@ -77,7 +77,12 @@ def load_checkpoint(
         if part is not None and name not in state:
             raise CheckpointError(f"{path} holds no state of the {name}: it was saved without `{name}=`")
     if model is not None:
-        _check_model(path, model, state["model"])
+        own, theirs = (
+            {name: tuple(t.shape) for name, t in tensors.items() if isinstance(t, Tensor)}
+            for tensors in (model.state_dict(), state["model"])
+        )
+        if own != theirs:
+            raise CheckpointError(f"{path} belongs to another model: {difference(theirs, own)}")
     for name in ("optimizer", "scheduler"):
         part = parts[name]
         if part is None:
@@ -90,17 +95,6 @@ def load_checkpoint(
         model.load_state_dict(state["model"])
     extra: dict[str, Any] = state["extra"]
     return extra
-
-
-def _check_model(path: str | Path, model: nn.Module, saved: dict[str, Any]) -> None:
-    own = {name: tuple(t.shape) for name, t in model.state_dict().items() if isinstance(t, Tensor)}
-    theirs = {name: tuple(t.shape) for name, t in saved.items() if isinstance(t, Tensor)}
-    for name in sorted(own.keys() | theirs.keys()):
-        if own.get(name) != theirs.get(name):
-            raise CheckpointError(
-                f"{path} belongs to another model: {name!r} is {theirs.get(name, 'absent')} in the file and "
-                f"{own.get(name, 'absent')} here"
-            )
 
 
 def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
