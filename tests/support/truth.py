@@ -17,7 +17,8 @@ from noisygrad.curvature.fisher import FisherKind, fisher_passes
 from noisygrad.families.base import Statistics
 from noisygrad.likelihoods import Likelihood
 from noisygrad.posterior.blocks import Family
-from noisygrad.posterior.structure import Structure, build_structure, parameter_order
+from noisygrad.posterior.structure import Structure, build_structure
+from noisygrad.posterior.weights import parameter_order
 
 torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 

@@ -30,9 +30,9 @@ from noisygrad.posterior.inputs import Call, Inputs, moved
 from noisygrad.posterior.modes import evaluating
 from noisygrad.posterior.normalisation import norm_batches, own_statistics, running_norms
 from noisygrad.posterior.prior import BlockPriors
-from noisygrad.posterior.structure import Structure, parameter_order
+from noisygrad.posterior.structure import Structure
 from noisygrad.posterior.summary import Summary, summary_of
-from noisygrad.posterior.weights import FlatWeights
+from noisygrad.posterior.weights import FlatWeights, parameter_order
 from noisygrad.predictions import Prediction
 from noisygrad.priors import FittedPrior
 

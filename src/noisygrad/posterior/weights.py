@@ -214,3 +214,11 @@ class FlatWeights:
         rounded = torch.empty_like(self.flat)
         FlatWeights(self._structure, rounded).load_dict_(self.as_dict())
         return rounded
+
+
+def parameter_order(structure: Structure) -> Tensor:
+    """For each entry of `torch.nn.utils.parameters_to_vector`, where it lies in the flat vector (one replica)."""
+    where = torch.arange(structure.size).expand(*structure.replicas, -1).contiguous()
+    first = (0,) * len(structure.replicas)
+    places = FlatWeights(structure, where).as_dict(like_parameters=False)
+    return torch.cat([place[first].flatten().cpu() for place in places.values()])
