@@ -141,7 +141,7 @@ def measure(
     found: dict[str, Statistics] = {}
     for block in structure.blocks:
         start = block.family.identity(block.prior(lambda name: 1.0, torch.zeros(0, dtype=torch.float64)))
-        measured = [block.measure(one, start) for one in passes]
+        measured = [block.family.measure(block.units, one, start) for one in passes]
         total = measured[0].map(torch.zeros_like)
         for m in measured:
             for name, tensor in total.tensors().items():

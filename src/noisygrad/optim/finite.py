@@ -6,7 +6,7 @@ A refused batch has already changed the running statistics of norm layers: they 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -200,11 +200,12 @@ class FiniteGuard:
                 "then were left out. Check the targets: on a CPU the message is exact"
             )
         owners = [name for name, wrong in zip(self._owners, bad[1:].tolist(), strict=False) if wrong]
-        bad_parameters = self._parameters()
+        parameters = self._structure.parameters.items()
+        gradients = [name for name, p in parameters if p.grad is not None and not _is_finite(p.grad)]
         if owners:
             where = f"the statistics of {format_names(origin or list(dict.fromkeys(owners)))} went bad"
         else:
-            where = f"the gradient of {bad_parameters} went bad" if bad_parameters else "the loss itself"
+            where = f"the gradient of {format_names(gradients)} went bad" if gradients else "the loss itself"
         self._running.restore()
         buffers = self._running.nonfinite_buffers()
         reset = f". But {format_names(buffers)} took bad numbers from the batch: reset them" if buffers else ""
@@ -219,7 +220,12 @@ class FiniteGuard:
         Those whose weights are bad; else the layer in front of the first bad inputs, for it made them (or the first
         layer of all, which was given them); else the last layer with bad gradients.
         """
-        bad = {place for places, flags in self._bad_places.items() for place in _flagged(places, flags)}
+        bad = {
+            place
+            for places, flags in self._bad_places.items()
+            for place, flag in zip(places, flags.tolist(), strict=True)
+            if flag
+        }
         order = list(dict.fromkeys(name for places in self._bad_places for name, _ in places))
         if not bad:
             return []
@@ -232,14 +238,6 @@ class FiniteGuard:
             if (name, "inputs") in bad:
                 return [before or name]
         return [name for name in order if (name, "gradients") in bad][-1:]
-
-    def _parameters(self) -> str:
-        parameters = self._structure.parameters.items()
-        return format_names([n for n, p in parameters if p.grad is not None and not _is_finite(p.grad)])
-
-
-def _flagged(places: Sequence[tuple[str, str]], flags: Tensor) -> Iterator[tuple[str, str]]:
-    return (place for place, flag in zip(places, flags.tolist(), strict=True) if flag)
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -307,12 +307,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
         return OptimizerState(
             kind=type(self).__name__,
             structure=self.structure,
-            weights=self.weights,
-            algorithm=self.algorithm,
+            parts=self.update,
             priors=self.priors,
-            likelihood=self.likelihood,
-            options=self.options,
-            ranks=self.ranks,
             same_draw=self._same_draw,
         )
 

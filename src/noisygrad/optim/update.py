@@ -47,9 +47,9 @@ class Scaling:
 class DeviceScalars:
     """Learning rates, trust region, decay, loss and mask as tensors on the device, for a replayed step to read."""
 
-    def __init__(self, like: Tensor) -> None:
+    def __init__(self, like: Tensor, groups: int) -> None:
         self._like = like
-        self.groups: list[dict[str, Any]] = []
+        self.groups: list[dict[str, Any]] = [{"lr": like.new_zeros(())} for _ in range(groups)]
         self.clip: Tensor | None = None
         self.rate = like.new_zeros(())
         """1 − `fisher_decay`."""
@@ -59,8 +59,6 @@ class DeviceScalars:
 
     def set(self, groups: Sequence[Mapping[str, Any]], clip: float | None, rate: float) -> None:
         """Bring the tensors up to date; only what has changed is sent, so a capture after it records nothing of it."""
-        if not self.groups:
-            self.groups = [{"lr": self._like.new_zeros(())} for _ in groups]
         for index, (mine, group) in enumerate(zip(self.groups, groups, strict=True)):
             mine["momentum"] = group["momentum"]
             if isinstance(group["lr"], Tensor):
@@ -102,7 +100,7 @@ class Update:
     executor: Executor
 
     def __post_init__(self) -> None:
-        self.scalars = DeviceScalars(self.algorithm.mean)
+        self.scalars = DeviceScalars(self.algorithm.mean, len(self.groups.parts))
 
     def apply(self, step: int, found: Accumulated, scaling: Scaling) -> None:
         """Fisher, factors, mean and observation noise from what was accumulated, in this order."""
@@ -140,7 +138,10 @@ class Update:
         self, step: int, found: Accumulated, scaling: Scaling, rate: float | Tensor
     ) -> Tensor | None:
         """Whatever there is to scale, to measure and to refresh before the mean moves, and the mask of the step."""
-        self._scale_gradient(found, scaling)
+        if scaling.scale is not None:
+            self.gradient.flat.div_(scaling.scale)
+        if (count := found.calls or found.draws) > 1:  # the mean over losses, of which there is the sum
+            self.gradient.flat.div_(count)
         # Ranks must agree on what is finite, and each has a loss of its own.
         mask = self._watched(found, None if self.ranks.active else found.loss, scaling)
         refresh = self.options.factors_due(step)
@@ -168,13 +169,6 @@ class Update:
             and scaling.scale is None
             and scaling.found_inf is None
         )
-
-    def _scale_gradient(self, found: Accumulated, scaling: Scaling) -> None:
-        """Undo a GradScaler's scale, and make the sum over losses their mean."""
-        if scaling.scale is not None:
-            self.gradient.flat.div_(scaling.scale)
-        if (count := found.calls or found.draws) > 1:
-            self.gradient.flat.div_(count)
 
     def _watched(self, found: Accumulated, loss: Tensor | None, scaling: Scaling) -> Tensor | None:
         """Add Γ (w − m₀), at the sampled weights, to the gradient, and see whether the step may go on."""

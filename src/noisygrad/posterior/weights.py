@@ -119,7 +119,7 @@ class FlatWeights:
             start += unit.size
 
     @cached_property
-    def _parameters(self) -> ParameterViews:
+    def parameters(self) -> ParameterViews:
         """Made where they are first needed: they keep the parameters' memory alive."""
         return ParameterViews(self._structure) if self._shared is None else self._shared
 
@@ -135,19 +135,15 @@ class FlatWeights:
         flat = torch.zeros(*structure.replicas, structure.size, dtype=dtype, device=device)
         return cls(structure, flat, parameters)
 
-    def find_parameters(self) -> None:
-        """Notice parameters that were moved in memory since: `ParameterViews.generation` then counts."""
-        self._parameters.current()
-
     def read_parameters_(self) -> None:
         """Parameters → flat."""
-        self._read_(self._parameters.current(), self._places())
+        self._read_(self.parameters.current(), self._places())
 
     def write_parameters_(self) -> None:
         """Flat → parameters, in place."""
-        staging = self._parameters.staging(self.flat, self._views)
+        staging = self.parameters.staging(self.flat, self._views)
         views = self._views if staging is None else staging.filled_from(self.flat)
-        torch._foreach_copy_(self._parameters.known, views)
+        torch._foreach_copy_(self.parameters.known, views)
         torch.clear_autocast_cache()  # else a region of autocast goes on with narrow copies of other weights
 
     def read_gradients_(self) -> None:
@@ -163,13 +159,13 @@ class FlatWeights:
 
     def _places(self) -> list[Tensor]:
         """Where parameters and their gradients are copied to: here, or where they are gathered from."""
-        staging = self._parameters.staging(self.flat, self._views)
+        staging = self.parameters.staging(self.flat, self._views)
         return self._views if staging is None else staging.views
 
     def _read_(self, tensors: list[Tensor], places: list[Tensor]) -> None:
         if places:
             torch._foreach_copy_(places, tensors)
-        if (staging := self._parameters.staging(self.flat, self._views)) is not None:
+        if (staging := self.parameters.staging(self.flat, self._views)) is not None:
             staging.copy_to_(self.flat)
 
     def _usual_gradients(

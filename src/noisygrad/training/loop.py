@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from noisygrad.distributed import all_gather_object, processes
 from noisygrad.optim import NoisyOptimizer
+from noisygrad.optim.draw import seeds_of
+from noisygrad.posterior.faults import whole_number
 from noisygrad.posterior.inputs import Call, Inputs
 from noisygrad.training.batches import Data, LoaderBatches, TensorBatches
 from noisygrad.training.checkpoint import (
@@ -83,8 +85,8 @@ def train(
         ValueError: Where an argument or a shape is wrong; `CheckpointError` where the checkpoint is of another run.
     """
     for name, value in (("epochs", epochs), ("checkpoint_every", checkpoint_every), ("batch_size", batch_size)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if value is not None:
+            whole_number(name, value)
     if schedule_every not in ("epoch", "step"):
         raise ValueError(f'schedule_every must be "epoch" or "step", got {schedule_every!r}')
     model, step = _called(optimizer, model, step)
@@ -261,9 +263,7 @@ def _batches(
 
 def _seeds(seed: int | Sequence[int] | None, replicas: Sequence[int]) -> list[int]:
     count = max(1, torch.Size(replicas).numel())
-    if seed is None:
-        seed = int(torch.randint(2**62, ()).item())
-    seeds = [seed + index for index in range(count)] if isinstance(seed, int) else [int(value) for value in seed]
-    if len(seeds) != count or min(seeds) < 0:
+    seeds = seeds_of(seed, count)
+    if min(seeds) < 0:
         raise ValueError(f"seed must be an integer of at least 0, or {count} of them, one per replica; got {seed!r}")
     return seeds
