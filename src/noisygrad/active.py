@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from noisygrad.joint_information import GaussianBatch, LabelBatch, greedy
-from noisygrad.posterior.faults import whole_number
+from noisygrad.posterior.faults import one_of, whole_number
 from noisygrad.predictions import (
     BernoulliPrediction,
     CategoricalPrediction,
@@ -92,12 +92,11 @@ def suggest(
     n = whole_number("n", n)
     num_samples = None if num_samples is None else whole_number("num_samples", num_samples, least=2)
     batch_size = None if batch_size is None else whole_number("batch_size", batch_size)
-    if strategy is not None and strategy not in get_args(Strategy):
-        raise ValueError(f"strategy must be one of {', '.join(get_args(Strategy))}; got {strategy!r}")
-    _check_posterior(posterior)
-    size = _check_pool(pool, n)
     if strategy is None:
         strategy = "variance" if n == 1 else "batch"
+    one_of("strategy", strategy, get_args(Strategy))
+    _check_posterior(posterior)
+    size = _check_pool(pool, n)
     found = _predicted(posterior, pool, num_samples, batch_size, generator)
     tolerance = _check_prediction(found, size)
     prediction = found.to(torch.float64)

@@ -28,7 +28,7 @@ from noisygrad.likelihoods import Categorical, Gaussian, Likelihood
 from noisygrad.networks import MLP
 from noisygrad.optim import NoisyAdam, NoisyBlockTridiagonal, NoisyEKFAC, NoisyFull, NoisyKFAC, NoisyOptimizer
 from noisygrad.posterior import Posterior
-from noisygrad.posterior.faults import whole_number
+from noisygrad.posterior.faults import one_of, whole_number
 from noisygrad.predictions import CategoricalPrediction, RegressionPrediction
 from noisygrad.training import CosineDecay, train
 
@@ -154,8 +154,7 @@ class _NoisyEstimator(BaseEstimator):  # type: ignore[misc]
                 self.elbo_ = float(self.posterior_.elbo(batches, _ELBO_SAMPLES, generator)) + elbo_shift
 
     def _check_settings(self) -> None:
-        if self.posterior not in OPTIMIZERS:
-            raise ValueError(f"posterior must be one of {', '.join(OPTIMIZERS)}; got {self.posterior!r}")
+        one_of("posterior", self.posterior, OPTIMIZERS)
         for name in ("epochs", "batch_size", "num_samples", "mc_samples"):
             value = getattr(self, name)
             if value is not None or name not in {"epochs", "batch_size"}:

@@ -67,13 +67,11 @@ class RunningStatistics:
 
     def keep(self) -> None:
         """Before the first draw of a step."""
-        if self._norms:
-            self._kept = [(m, [b.clone() for b in m.buffers(recurse=False)]) for m in self._norms if m.training]
+        self._kept = [(m, [b.clone() for b in m.buffers(recurse=False)]) for m in self._norms if m.training]
 
     def forget(self) -> None:
         """After a step: there is nothing to take back."""
-        if self._kept:
-            self._kept = []
+        self._kept = []
 
     def restore(self) -> None:
         """Give norm layers with bad numbers what was kept."""

@@ -1,14 +1,13 @@
 """A forward pass for statistics alone, of as many examples as there is memory for, BatchNorm in evaluation mode."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from noisygrad.optim.user_warning import warn_user
-from noisygrad.posterior.modes import with_attributes
 
 _OUT_OF_MEMORY = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "unable to find an engine to execute")
 
@@ -27,12 +26,6 @@ def half_of(examples: int, advice: str) -> int:
         f"{advice}"
     )
     return examples // 2
-
-
-def evaluating_norms(model: nn.Module) -> AbstractContextManager[None]:
-    """Layers of batch normalisation are in evaluation mode inside."""
-    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    return with_attributes(norms, training=False)
 
 
 class FirstExamples:

@@ -19,10 +19,11 @@ from noisygrad.families.units import Unit
 from noisygrad.kernels.factorisation import capturing
 from noisygrad.likelihoods import Likelihood
 from noisygrad.optim.finite import FiniteGuard, FiniteTrace, known_finite
-from noisygrad.optim.fresh_pass import FirstExamples, evaluating_norms, half_of, is_out_of_memory
+from noisygrad.optim.fresh_pass import FirstExamples, half_of, is_out_of_memory
 from noisygrad.optim.options import Options
 from noisygrad.optim.user_warning import warn_user
 from noisygrad.posterior.blocks import Block
+from noisygrad.posterior.modes import with_attributes
 from noisygrad.posterior.structure import Structure
 
 Closure = Callable[[], tuple[Tensor, Tensor] | Tensor]
@@ -276,7 +277,8 @@ class BatchMeasurement:
     def take_fresh(self, accumulated: Accumulated, capture: Capture, run: Closure) -> None:
         """`fisher_pass="fresh"`: statistics of a forward pass of their own, BatchNorm in evaluation mode."""
         # In evaluation mode to the end: statistics of a norm's scale ask what it was normalised by.
-        with evaluating_norms(self.model):
+        norms = [module for module in self.model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+        with with_attributes(norms, training=False):
             output, target = self._fresh_forward(capture, run)
             self.likelihood.check(output, target)
             with torch.autocast(self.like.device.type, enabled=False):

@@ -2,7 +2,7 @@
 
 import fnmatch
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
@@ -15,7 +15,7 @@ from noisygrad.curvature.fisher import FisherKind
 from noisygrad.families import family_named
 from noisygrad.families.base import DampingMode
 from noisygrad.likelihoods import Likelihood
-from noisygrad.posterior.faults import whole_number
+from noisygrad.posterior.faults import one_of, whole_number
 from noisygrad.priors import FittedPrior, PriorVariance, check_prior_variance, is_improper
 
 FisherPass = Literal["same", "fresh"]
@@ -94,12 +94,6 @@ class Options:
 
     def _early(self, step: int) -> bool:
         return step < self.factor_every and step & (step - 1) == 0
-
-
-def one_of(name: str, value: str, known: Collection[str]) -> None:
-    """Raise a ValueError that names `value` if it is not among those that are known."""
-    if value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}")
 
 
 def positive(name: str, value: float) -> float:

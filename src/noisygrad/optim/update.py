@@ -1,6 +1,6 @@
 """One step of Algorithm 1 or 2 of the paper: Fisher, factors, mean, noise, from what the draws have left."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -30,10 +30,6 @@ class ParamGroups:
     def dampings(self) -> dict[int, float]:
         """γ_ex of each param group, by the number that its blocks know it by."""
         return {number: group["damping"] for number, group in zip(self.numbers, self.settings, strict=True)}
-
-    def momenta(self) -> tuple[float, ...]:
-        """β₁ of each param group."""
-        return tuple(group["momentum"] for group in self.settings)
 
 
 @dataclass(frozen=True)
@@ -78,9 +74,9 @@ class DeviceScalars:
             self._known[name] = value
             tensor.fill_(value)
 
-    def key(self, momenta: tuple[float, ...]) -> tuple[Any, ...]:
+    def key(self) -> tuple[Any, ...]:
         """Whatever a replayed step has as plain numbers."""
-        return (self.clip is None, id(self.clip), *momenta)
+        return (self.clip is None, id(self.clip), *(group["momentum"] for group in self.groups))
 
 
 @dataclass(kw_only=True)
@@ -115,12 +111,13 @@ class Update:
                 scalars.loss.copy_(loss)
             if self._is_plain(step, found, scaling):
                 work = lambda: self._move(scalars.groups, scalars.clip, self._watched(found, scalars.loss, scaling))  # noqa: E731
-                self._replay("step", work)
+                self.executor.run("step", self.replay_key(), work)
                 return
             mask = self._watch_and_measure(step, found, scaling, scalars.rate)
             assert mask is not None
             scalars.mask.copy_(mask)
-            self._replay("move", lambda: self._move(scalars.groups, scalars.clip, scalars.mask))
+            work = lambda: self._move(scalars.groups, scalars.clip, scalars.mask)  # noqa: E731
+            self.executor.run("move", self.replay_key(), work)
         else:
             mask = self._watch_and_measure(step, found, scaling, 1.0 - decay)
             self._move(self.groups.settings, clip, mask)
@@ -129,10 +126,7 @@ class Update:
 
     def replay_key(self) -> tuple[Any, ...]:
         """Changes whenever a recorded step would do something else."""
-        return (self.weights.memory(), self.scalars.key(self.groups.momenta()))
-
-    def _replay(self, name: str, work: Callable[[], None]) -> None:
-        self.executor.run(name, self.replay_key(), work)
+        return (self.weights.memory(), self.scalars.key())
 
     def _watch_and_measure(
         self, step: int, found: Accumulated, scaling: Scaling, rate: float | Tensor

@@ -150,11 +150,16 @@ class FlatWeights:
         """Gradients of the parameters → flat; a parameter without one counts as zero."""
         gradients = [self._structure.parameters[slot.parameter].grad for slot in self._slots]
         places = self._places()
-        if any(
-            gradient is None or gradient.is_sparse or slot.rows
-            for gradient, slot in zip(gradients, self._slots, strict=True)
-        ):
-            gradients, places = self._usual_gradients(gradients, places)
+        if any(g is None or g.is_sparse or slot.rows for g, slot in zip(gradients, self._slots, strict=True)):
+            kept: list[tuple[Tensor, Tensor]] = []
+            for slot, place, gradient in zip(self._slots, places, gradients, strict=True):
+                if gradient is None:
+                    place.zero_()
+                elif gradient.is_sparse:
+                    raise ValueError(f"parameter {slot.parameter!r} has a sparse gradient, which is not supported")
+                else:
+                    kept.append((slot.of(gradient, self._lead), place))
+            gradients, places = [gradient for gradient, _ in kept], [place for _, place in kept]
         self._read_(gradients, places)  # type: ignore[arg-type]
 
     def _places(self) -> list[Tensor]:
@@ -167,20 +172,6 @@ class FlatWeights:
             torch._foreach_copy_(places, tensors)
         if (staging := self.parameters.staging(self.flat, self._views)) is not None:
             staging.copy_to_(self.flat)
-
-    def _usual_gradients(
-        self, gradients: Sequence[Tensor | None], places: Sequence[Tensor]
-    ) -> tuple[list[Tensor | None], list[Tensor]]:
-        """Gradients and places where some are missing or belong to a part of a parameter."""
-        kept: list[tuple[Tensor, Tensor]] = []
-        for slot, place, gradient in zip(self._slots, places, gradients, strict=True):
-            if gradient is None:
-                place.zero_()
-            elif gradient.is_sparse:
-                raise ValueError(f"parameter {slot.parameter!r} has a sparse gradient, which is not supported")
-            else:
-                kept.append((slot.of(gradient, self._lead), place))
-        return [gradient for gradient, _ in kept], [place for _, place in kept]
 
     def as_dict(self, *, like_parameters: bool = True) -> dict[str, Tensor]:
         """A copy as parameter name → tensor, in the parameters' dtype unless `like_parameters` is off."""

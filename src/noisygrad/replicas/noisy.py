@@ -25,9 +25,9 @@ from noisygrad.families.kl import kl_divergence
 from noisygrad.families.units import Slot, Unit
 from noisygrad.kernels.products import second_moment
 from noisygrad.likelihoods import Gaussian
-from noisygrad.optim.options import fraction, not_negative, one_of, positive
+from noisygrad.optim.options import fraction, not_negative, positive
 from noisygrad.posterior.blocks import Block
-from noisygrad.posterior.faults import whole_number
+from noisygrad.posterior.faults import one_of, whole_number
 from noisygrad.replicas.perceptrons import Perceptrons
 from noisygrad.replicas.variational import VariationalLearner
 

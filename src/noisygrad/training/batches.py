@@ -48,8 +48,7 @@ class TensorBatches:
         self._x = _in_rows(x, self._replicas, self.num_data, least_dims=self._lead + 2)
         self._y = _in_rows(y, self._replicas, self.num_data, least_dims=self._lead + 1)
         self.device = x.device
-        whole, rest = divmod(self.num_data, self.batch_size)
-        self._length = whole if drop_last or rest == 0 else whole + 1
+        self._length = (math.floor if drop_last else math.ceil)(self.num_data / self.batch_size)
 
     def __len__(self) -> int:
         """How many batches an epoch has."""

@@ -110,7 +110,9 @@ def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
-        pairs = [[_key(key, place), _encode(item, f"{place}/{key}", tensors)] for key, item in value.items()]
+        if wrong := [key for key in value if not isinstance(key, str | int | float | bool)]:
+            raise TypeError(f"a checkpoint's dictionaries have strings or numbers as keys; {place} has {wrong[0]!r}")
+        pairs = [[key, _encode(item, f"{place}/{key}", tensors)] for key, item in value.items()]
         if isinstance(value, Counter):
             return {_MARK + "counter": pairs}
         if all(isinstance(key, str) and not key.startswith(_MARK) for key in value):
@@ -122,12 +124,6 @@ def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     raise TypeError(
         f"a checkpoint holds tensors, numbers, strings, lists and dictionaries; {place} is a {type(value).__name__}"
     )
-
-
-def _key(key: Any, place: str) -> Any:
-    if not isinstance(key, str | int | float | bool):
-        raise TypeError(f"a checkpoint's dictionaries have strings or numbers as keys; {place} has {key!r}")
-    return key
 
 
 def _decode(value: Any, tensors: dict[str, Tensor]) -> Any:
