@@ -31,7 +31,6 @@ def greedy(batch: GaussianBatch | LabelBatch, n: int, tolerance: float) -> tuple
     It made none where, up to the relative `tolerance`, all gains are alike, and still are after the first choice,
     that of a second label of the chosen point among them.
     """
-    everything = torch.arange(batch.points)
     bounds = torch.full((batch.points,), torch.inf, dtype=torch.float64)
     chosen: list[int] = []
     differ = False
@@ -47,7 +46,7 @@ def greedy(batch: GaussianBatch | LabelBatch, n: int, tolerance: float) -> tuple
             most = best
             differ = _differ(bounds, tolerance * most)
         elif place == 1 and not differ:
-            gains = [batch.gains(part).cpu() for part in everything.split(batch.chunk_size)]
+            gains = [batch.gains(part).cpu() for part in torch.arange(batch.points).split(batch.chunk_size)]
             differ = _differ(torch.cat(gains), tolerance * most)
         chosen.append(int(bounds.argmax()))
         bounds[chosen[-1]] = -torch.inf
@@ -117,11 +116,6 @@ class LabelBatch:
         self._origin: Tensor | None = None
         self._take(self._probs.new_zeros(draws, 1))
 
-    @property
-    def chunk_size(self) -> int:
-        """So many points have `_AT_ONCE` probabilities under the configurations."""
-        return max(1, _AT_ONCE // (len(self._weights) * self._labels))
-
     def gains(self, points: Tensor) -> Tensor:
         """The entropy of each point's label given those chosen, less that given the weights."""
         points = points.to(self._probs.device)
@@ -147,6 +141,8 @@ class LabelBatch:
     def _take(self, log_joint: Tensor) -> None:
         """Take log Π p_s(label), `[draws, configurations]`, of configurations that are all there are, or a sample."""
         self._log_joint = log_joint
+        self.chunk_size = max(1, _AT_ONCE // (log_joint.shape[1] * self._labels))
+        """So many points have `_AT_ONCE` probabilities under the configurations."""
         self._shares = torch.softmax(log_joint, 0).mT.contiguous()
         if self._origin is None:
             self._weights = torch.logsumexp(log_joint, 0).exp() / len(log_joint)

@@ -113,10 +113,9 @@ class NoisyLearner(VariationalLearner):
         self._scale = math.sqrt(units)
         blocks = blocks_of(network, settings.family, self.replicas, noise=settings.noise)
         self._units = [unit for block in blocks for unit in block.units]
-        like = torch.empty(0, dtype=dtype, device=self.device)
         # Whole tensors: the first compiled steps are compared with eager ones, and all that they see is written back.
         self._priors = {
-            block.name: block.prior(lambda name: gamma, like).map(lambda tensor: tensor.contiguous())
+            block.name: block.prior(lambda name: gamma, self.mean).map(lambda tensor: tensor.contiguous())
             for block in blocks
         }
         self.covariance = Covariance(
