@@ -136,7 +136,8 @@ def _check_posterior(posterior: object) -> None:
 
 def _check_pool(pool: Tensor | ArrayLike, n: int) -> int:
     """How many points the pool has."""
-    values = pool.detach() if isinstance(pool, Tensor) else torch.from_numpy(np.asarray(pool, dtype=np.float64))
+    # A copy: torch takes neither views that run backwards nor, without a warning, what is read-only.
+    values = pool.detach() if isinstance(pool, Tensor) else torch.from_numpy(np.array(pool, np.float64, order="C"))
     if values.ndim == 0:
         raise ValueError(f"pool must hold one point a row, got {type(pool).__name__} without rows")
     if 0 in values.shape:
