@@ -18,7 +18,6 @@ Gaussian and known; learned noise (Student-t), noise that depends on the input, 
 from __future__ import annotations
 
 import inspect
-import numbers
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -26,7 +25,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from noisygrad.joint_information import GaussianBatch, JointBatch, LabelBatch, greedy
+from noisygrad.joint_information import GaussianBatch, LabelBatch, greedy
+from noisygrad.posterior.faults import one_of, whole_number
 from noisygrad.predictions import (
     BernoulliPrediction,
     CategoricalPrediction,
@@ -89,15 +89,14 @@ def suggest(
             there is nothing to choose by: a posterior without noise, or scores alike at all points.
         TypeError: When `posterior` does not predict as it should, or `pool` is not a tensor where it must be.
     """
-    n = _integer("n", n, 1)
-    num_samples = None if num_samples is None else _integer("num_samples", num_samples, 2)
-    batch_size = None if batch_size is None else _integer("batch_size", batch_size, 1)
-    if strategy is not None and strategy not in get_args(Strategy):
-        raise ValueError(f"strategy must be one of {', '.join(get_args(Strategy))}; got {strategy!r}")
-    _check_posterior(posterior)
-    size = _check_pool(pool, n)
+    n = whole_number("n", n)
+    num_samples = None if num_samples is None else whole_number("num_samples", num_samples, least=2)
+    batch_size = None if batch_size is None else whole_number("batch_size", batch_size)
     if strategy is None:
         strategy = "variance" if n == 1 else "batch"
+    one_of("strategy", strategy, get_args(Strategy))
+    _check_posterior(posterior)
+    size = _check_pool(pool, n)
     found = _predicted(posterior, pool, num_samples, batch_size, generator)
     tolerance = _check_prediction(found, size)
     prediction = found.to(torch.float64)
@@ -119,12 +118,6 @@ def suggest(
 # -------------------------------------------------------------------------------------------- what is given
 
 
-def _integer(name: str, value: int, least: int) -> int:
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-    return int(value)
-
-
 def _is_estimator(posterior: object) -> bool:
     return hasattr(posterior, "predict_distribution")
 
@@ -143,7 +136,8 @@ def _check_posterior(posterior: object) -> None:
 
 def _check_pool(pool: Tensor | ArrayLike, n: int) -> int:
     """How many points the pool has."""
-    values = pool.detach() if isinstance(pool, Tensor) else np.asarray(pool)
+    # A copy: torch takes neither views that run backwards nor, without a warning, what is read-only.
+    values = pool.detach() if isinstance(pool, Tensor) else torch.from_numpy(np.array(pool, np.float64, order="C"))
     if values.ndim == 0:
         raise ValueError(f"pool must hold one point a row, got {type(pool).__name__} without rows")
     if 0 in values.shape:
@@ -151,17 +145,17 @@ def _check_pool(pool: Tensor | ArrayLike, n: int) -> int:
     size = len(values)
     if size < n:
         raise ValueError(f"the pool has {size} points, fewer than the {n} to choose")
-    rows = values.reshape(size, -1)
-    if isinstance(rows, np.ndarray) and rows.dtype.kind == "O":
-        rows = rows.astype(np.float64)
-    finite = torch.as_tensor(torch.isfinite(rows) if isinstance(rows, Tensor) else np.isfinite(rows)).all(1)
-    if not bool(finite.all()):
-        bad = int((~finite).sum())
+    if bad := _bad_rows(values):
         raise ValueError(
-            f"the pool holds NaN or infinity in {bad} of its {size} rows, row {int(finite.int().argmin())} first: "
-            "impute or drop them"
+            f"the pool holds NaN or infinity in {len(bad)} of its {size} rows, row {bad[0]} first: impute or drop them"
         )
     return size
+
+
+def _bad_rows(values: Tensor) -> list[int]:
+    """The rows in which something is not finite."""
+    bad = ~values.isfinite().reshape(len(values), -1).all(1)
+    return [int(row) for row in bad.nonzero()]
 
 
 def _predicted(
@@ -202,9 +196,8 @@ def _check_prediction(prediction: Prediction, size: int) -> float:
             "it has no variance to choose by"
         )
     mean, variance = prediction.mean, prediction.epistemic
-    finite = (mean.isfinite() & variance.isfinite()).reshape(size, -1).all(1)
-    if not bool(finite.all()):
-        raise ValueError(f"the prediction of row {int(finite.int().argmin())} is not finite: check the network")
+    if bad := _bad_rows(mean + variance):
+        raise ValueError(f"the prediction of row {bad[0]} is not finite: check the network")
     precision = torch.finfo(mean.dtype).eps
     if float(variance.max().sqrt()) <= 4 * precision * float(mean.abs().max()):
         raise ValueError("all draws of the posterior predict the same (noise=False?): it has no variance to choose by")
@@ -236,7 +229,7 @@ def _noise(prediction: Prediction) -> Tensor:
     return noise
 
 
-def _batch_of(prediction: Prediction, generator: torch.Generator | None) -> JointBatch:
+def _batch_of(prediction: Prediction, generator: torch.Generator | None) -> GaussianBatch | LabelBatch:
     if isinstance(prediction, RegressionPrediction):
         return GaussianBatch(prediction.location, _noise(prediction))
     if isinstance(prediction, PoissonPrediction):

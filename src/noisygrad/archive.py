@@ -55,8 +55,11 @@ def read_archive(
             text = (file.metadata() or {}).get(f"noisygrad_{kind}")
             if text is None:
                 raise error(f"{path} is a safetensors file, but not a noisygrad {kind}")
-            header = _decoded(text)
-            if not isinstance(header.get("format"), int):
+            try:
+                header = json.loads(text)
+            except ValueError:
+                header = None
+            if not isinstance(header, dict) or not isinstance(header.get("format"), int):
                 raise error(f"{path} has no format number in its header: it was not written by noisygrad")
             if header["format"] > newest:
                 raise error(
@@ -67,10 +70,7 @@ def read_archive(
         raise error(f"{path} is truncated or not a safetensors file ({reason})") from reason
 
 
-def _decoded(text: str) -> dict[str, Any]:
-    """The header, or an empty one where it is none."""
-    try:
-        header = json.loads(text)
-    except ValueError:
-        return {}
-    return header if isinstance(header, dict) else {}
+def difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    """An entry in which two mappings differ, in words."""
+    name = min(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
+    return f"{name!r} is {theirs.get(name, 'absent')} in the file and {ours.get(name, 'absent')} here"

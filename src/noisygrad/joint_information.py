@@ -6,7 +6,7 @@ information is submodular: no gain grows as the batch does, and to choose the be
 the most that a batch of that size can have.
 """
 
-from typing import Protocol
+from __future__ import annotations
 
 import torch
 from torch import Tensor
@@ -25,31 +25,12 @@ _LEAST = -1e30
 """For the logarithm of a probability of 0: sums of −∞ have no softmax."""
 
 
-class JointBatch(Protocol):
-    """The points chosen so far."""
-
-    @property
-    def points(self) -> int:
-        """How many points there are in all."""
-
-    @property
-    def chunk_size(self) -> int:
-        """How many gains to ask for at a time."""
-
-    def gains(self, points: Tensor) -> Tensor:
-        """What a label of each of these points would add; of one chosen before, what a second label would."""
-
-    def add(self, point: int) -> None:
-        """Choose a point."""
-
-
-def greedy(batch: JointBatch, n: int, tolerance: float) -> tuple[Tensor, bool]:
+def greedy(batch: GaussianBatch | LabelBatch, n: int, tolerance: float) -> tuple[Tensor, bool]:
     """`n` times the point that adds most, the lowest of those that tie, and whether the choice made a difference.
 
     It made none where, up to the relative `tolerance`, all gains are alike, and still are after the first choice,
     that of a second label of the chosen point among them.
     """
-    everything = torch.arange(batch.points)
     bounds = torch.full((batch.points,), torch.inf, dtype=torch.float64)
     chosen: list[int] = []
     differ = False
@@ -65,7 +46,7 @@ def greedy(batch: JointBatch, n: int, tolerance: float) -> tuple[Tensor, bool]:
             most = best
             differ = _differ(bounds, tolerance * most)
         elif place == 1 and not differ:
-            gains = [batch.gains(part).cpu() for part in everything.split(batch.chunk_size)]
+            gains = [batch.gains(part).cpu() for part in torch.arange(batch.points).split(batch.chunk_size)]
             differ = _differ(torch.cat(gains), tolerance * most)
         chosen.append(int(bounds.argmax()))
         bounds[chosen[-1]] = -torch.inf
@@ -92,14 +73,11 @@ class GaussianBatch:
         scaled = (functions - functions.mean(0)) / (draws * noise).sqrt()
         self._vectors = scaled.reshape(draws, -1).mT.contiguous()
         self._outputs = len(self._vectors) // self.points
-
-    @property
-    def chunk_size(self) -> int:
+        self.chunk_size = max(1, _AT_ONCE // (draws * self._outputs))
         """So many points have `_AT_ONCE` numbers."""
-        return max(1, _AT_ONCE // (self._vectors.shape[1] * self._outputs))
 
     def gains(self, points: Tensor) -> Tensor:
-        """½ log det of each point's own block, given those chosen."""
+        """½ log det of each point's own block, given those chosen; of one of these, for a second label."""
         vectors = self._vectors.unflatten(0, (self.points, self._outputs))[points.to(self._vectors.device)]
         if self._outputs == 1:
             return 0.5 * torch.log1p(vectors.square().sum((1, 2)))
@@ -138,11 +116,6 @@ class LabelBatch:
         self._origin: Tensor | None = None
         self._take(self._probs.new_zeros(draws, 1))
 
-    @property
-    def chunk_size(self) -> int:
-        """So many points have `_AT_ONCE` probabilities under the configurations."""
-        return max(1, _AT_ONCE // (len(self._weights) * self._labels))
-
     def gains(self, points: Tensor) -> Tensor:
         """The entropy of each point's label given those chosen, less that given the weights."""
         points = points.to(self._probs.device)
@@ -168,6 +141,8 @@ class LabelBatch:
     def _take(self, log_joint: Tensor) -> None:
         """Take log Π p_s(label), `[draws, configurations]`, of configurations that are all there are, or a sample."""
         self._log_joint = log_joint
+        self.chunk_size = max(1, _AT_ONCE // (log_joint.shape[1] * self._labels))
+        """So many points have `_AT_ONCE` probabilities under the configurations."""
         self._shares = torch.softmax(log_joint, 0).mT.contiguous()
         if self._origin is None:
             self._weights = torch.logsumexp(log_joint, 0).exp() / len(log_joint)

@@ -3,7 +3,6 @@
 `log_likelihood` and `nll` are those of the predictive mixture, in nats per example; the expected log-likelihood that
 enters the ELBO is another quantity and has another name.
 
-
 From torchmetrics where it has them, imported when called: the import takes a second.
 """
 

@@ -6,9 +6,10 @@ replica dimensions in their weights, which is how independent trainings are done
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 from numbers import Integral
 
 import torch
@@ -45,16 +46,16 @@ class MLP(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        make_activation = _activation(activation)
-        layers: list[nn.Module] = []
-        for fan_in, fan_out in _layer_sizes(inputs, hidden, outputs):
+
+        def linear(fan_in: int, fan_out: int) -> nn.Module:
             if generator is None:
-                linear = nn.Linear(fan_in, fan_out)
-            else:  # without nn.Linear's own draws, which would be from torch's global generator
-                linear = nn.utils.skip_init(nn.Linear, fan_in, fan_out)
-                _reset_linear(linear.weight, linear.bias, generator)
-            layers += [linear, make_activation()]
-        self.layers = nn.Sequential(*layers[:-1])
+                return nn.Linear(fan_in, fan_out)
+            # Without nn.Linear's own draws, which would be from torch's global generator.
+            layer: nn.Linear = nn.utils.skip_init(nn.Linear, fan_in, fan_out)
+            _reset_linear(layer.weight, layer.bias, generator)
+            return layer
+
+        self.layers = _stacked(linear, inputs, hidden, outputs, activation)
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs for `x`, `[..., inputs]`."""
@@ -104,7 +105,11 @@ class ReplicatedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs of every replica, `[*replicas, batch, out_features]`."""
-        self._check_input(x)
+        if x.dim() < 2 or x.shape[-1] != self.in_features or x.shape[:-2] not in {(), self.replicas}:
+            raise ValueError(
+                f"got an input of shape {tuple(x.shape)}; expected [batch, {self.in_features}] "
+                f"or {[*self.replicas, 'batch', self.in_features]}".replace("'", "")
+            )
         count, batch = self.replicas.numel(), x.shape[-2]
         inputs = x.expand(*self.replicas, batch, self.in_features).reshape(count, batch, self.in_features)
         weight = self.weight.reshape(count, self.out_features, self.in_features)
@@ -120,14 +125,6 @@ class ReplicatedLinear(nn.Module):
             f"replicas={tuple(self.replicas)}, in_features={self.in_features}, "
             f"out_features={self.out_features}, bias={self.bias is not None}"
         )
-
-    def _check_input(self, x: Tensor) -> None:
-        leading = x.shape[:-2]
-        if x.dim() < 2 or x.shape[-1] != self.in_features or (leading and leading != self.replicas):
-            raise ValueError(
-                f"got an input of shape {tuple(x.shape)}; expected [batch, {self.in_features}] "
-                f"or {[*self.replicas, 'batch', self.in_features]}".replace("'", "")
-            )
 
 
 class ReplicatedMLP(nn.Module):
@@ -156,11 +153,8 @@ class ReplicatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.replicas = _replica_shape(replicas)
-        make_activation = _activation(activation)
-        layers: list[nn.Module] = []
-        for fan_in, fan_out in _layer_sizes(inputs, hidden, outputs):
-            layers += [ReplicatedLinear(replicas, fan_in, fan_out, generators=generators), make_activation()]
-        self.layers = nn.Sequential(*layers[:-1])
+        linear = partial(ReplicatedLinear, replicas, generators=generators)
+        self.layers = _stacked(linear, inputs, hidden, outputs, activation)
         self._shape = (inputs, tuple(hidden), outputs, activation)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -196,15 +190,17 @@ class ReplicatedMLP(nn.Module):
         return position
 
 
-def _activation(name: str) -> type[nn.Module]:
-    if name not in _ACTIVATIONS:
-        raise ValueError(f"got activation={name!r}; expected one of {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[name]
-
-
-def _layer_sizes(inputs: int, hidden: Sequence[int], outputs: int) -> Iterator[tuple[int, int]]:
-    widths = (positive("each width in hidden", width) for width in hidden)
-    return itertools.pairwise([positive("inputs", inputs), *widths, positive("outputs", outputs)])
+def _stacked(
+    linear: Callable[[int, int], nn.Module], inputs: int, hidden: Sequence[int], outputs: int, activation: str
+) -> nn.Sequential:
+    """Linear layers with one activation between each two of them."""
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"got activation={activation!r}; expected one of {', '.join(_ACTIVATIONS)}")
+    widths = [positive("each width in hidden", width) for width in hidden]
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in pairwise([positive("inputs", inputs), *widths, positive("outputs", outputs)]):
+        layers += [linear(fan_in, fan_out), _ACTIVATIONS[activation]()]
+    return nn.Sequential(*layers[:-1])
 
 
 def positive(name: str, value: int) -> int:

@@ -130,7 +130,6 @@ def function_bands(
     observed: tuple[Values, Values] | None = None,
     truth: Values | None = None,
     levels: tuple[float, float] = (0.5, 0.9),
-    columns: int = 4,
 ) -> Figure:
     """A function of one variable as the posterior sees it: mean, two bands, the data and, if known, the truth.
 
@@ -140,10 +139,9 @@ def function_bands(
         observed: The training data as (x, y).
         truth: The function that made the data, at `x`.
         levels: Probability of the inner and the outer band.
-        columns: Panels in a row.
     """
     named = _named(predictions)
-    figure, grid = _panels(len(named), 8.6 if len(named) == 1 else 3.3, 3.4, columns)
+    figure, grid = _panels(len(named), 8.6 if len(named) == 1 else 3.3, 3.4, 4)
     for index, (axes, (name, prediction)) in enumerate(zip(grid, named.items(), strict=True)):
         mean = array(prediction.mean).reshape(-1)
         place, colour = _flat(x, mean.size, "x"), colour_of(name or "kronecker", index)
@@ -304,7 +302,6 @@ def precision_matrices(
         columns: Panels in a row.
     """
     figure, grid = _panels(len(matrices), 3.6, 3.5, columns)
-    image = None
     for axes, (name, matrix) in zip(grid, matrices.items(), strict=True):
         normalised = _normalised(array(matrix), name)
         size = len(normalised)
@@ -319,13 +316,12 @@ def precision_matrices(
             spine.set(visible=True, color=MUTED, linewidth=0.8)
         if layers is not None:
             _mark_layers(axes, layers, size)
-    if image is not None:
-        bar = figure.colorbar(image, ax=grid, shrink=0.7, pad=0.02, aspect=30, ticks=[0, 0.05, 0.2, 0.5, 1])
-        bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        bar.set_label("normalised precision, square-root scale")
-        if bar.solids is not None:  # no seams between the steps of the scale in a vector image
-            bar.solids.set(edgecolor="face", linewidth=0.4)
-        bar.outline.set_visible(False)
+    bar = figure.colorbar(image, ax=grid, shrink=0.7, pad=0.02, aspect=30, ticks=[0, 0.05, 0.2, 0.5, 1])
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    bar.set_label("normalised precision, square-root scale")
+    if bar.solids is not None:  # no seams between the steps of the scale in a vector image
+        bar.solids.set(edgecolor="face", linewidth=0.4)
+    bar.outline.set_visible(False)
     return figure
 
 
@@ -353,23 +349,15 @@ def _mark_layers(axes: Axes, layers: Mapping[str, int], size: int) -> None:
 
 
 @styled
-def learning_curve(
-    curves: Mapping[str, Values],
-    *,
-    label: str = "loss",
-    x: Values | None = None,
-    x_label: str = "epoch",
-    title: str = "",
-) -> Figure:
-    """One line per method over the course of training; `x` are the common positions, 1, 2, … by default."""
+def learning_curve(curves: Mapping[str, Values], *, label: str = "loss") -> Figure:
+    """One line per method over the epochs of a training."""
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.subplots()
     for index, (name, values) in enumerate(curves.items()):
         heights = array(values)
-        place = np.arange(1, len(heights) + 1) if x is None else _flat(x, len(heights), "x")
-        axes.plot(place, heights, color=colour_of(name, index), label=name)
-    axes.set(xlabel=x_label, ylabel=label)
-    axes.set_title(title or f"{label[:1].upper()}{label[1:]} during training")
+        axes.plot(np.arange(1, len(heights) + 1), heights, color=colour_of(name, index), label=name)
+    axes.set(xlabel="epoch", ylabel=label)
+    _title(axes, "", f"{label} during training")
     axes.margins(x=0)
     axes.legend()
     return figure

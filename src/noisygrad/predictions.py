@@ -104,7 +104,11 @@ class Prediction(ABC):
 
         Raises ValueError when `target` is not of shape `target_shape`.
         """
-        self._check_target(target)
+        if target.shape != self.target_shape:
+            raise ValueError(
+                f"target has shape {list(target.shape)}, but this prediction is of targets of shape "
+                f"{list(self.target_shape)}: reshape the target."
+            )
         log_probs = self._conditional_log_prob(target)
         if self.event_dims:
             log_probs = log_probs.flatten(-self.event_dims).sum(-1)
@@ -139,13 +143,6 @@ class Prediction(ABC):
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """The same prediction on another device or in another type; arguments as of `Tensor.to`."""
         return self._map(lambda tensor: tensor.to(*args, **kwargs))
-
-    def _check_target(self, target: Tensor) -> None:
-        if target.shape != self.target_shape:
-            raise ValueError(
-                f"target has shape {list(target.shape)}, but this prediction is of targets of shape "
-                f"{list(self.target_shape)}: reshape the target."
-            )
 
 
 class RegressionPrediction(Prediction):

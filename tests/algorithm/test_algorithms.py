@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import noisygrad as ng
-from noisygrad.posterior.structure import parameter_order
+from noisygrad.posterior.weights import parameter_order
 from support.truth import close, normal
 
 NUM_DATA, KL_WEIGHT, PRIOR_VARIANCE, LR, DECAY = 60, 0.5, 0.3, 0.05, 0.6

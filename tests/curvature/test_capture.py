@@ -17,7 +17,8 @@ from noisygrad.curvature.network import find_units
 from noisygrad.curvature.passes import Batch, MatrixPass
 from noisygrad.curvature.registry import REGISTRY, Layer
 from noisygrad.families.units import Slot, Unit
-from noisygrad.posterior.structure import build_structure, parameter_order
+from noisygrad.posterior.structure import build_structure
+from noisygrad.posterior.weights import parameter_order
 from support.truth import (
     FAMILIES,
     Model,

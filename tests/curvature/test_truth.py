@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import noisygrad as ng
-from noisygrad.posterior.structure import build_structure, parameter_order
+from noisygrad.posterior.structure import build_structure
+from noisygrad.posterior.weights import parameter_order
 from support.truth import (
     FAMILIES,
     OPTIMIZERS,

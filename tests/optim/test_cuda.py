@@ -70,7 +70,7 @@ def test_replayed_steps_equal_eager_ones(kind: type[ng.NoisyOptimizer]) -> None:
     for enabled in (True, False):
         model, optimizer = make(kind)
         if not enabled:
-            optimizer.update._executor = GraphCache(torch.device("cpu"))
+            optimizer.update.executor = GraphCache(torch.device("cpu"))
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30, 0.5)
         generator = torch.Generator("cuda").manual_seed(5)
         for step in range(100):

@@ -131,7 +131,7 @@ def test_one_replica_is_clipped_by_its_own_length():
 
 def test_seeds_are_one_per_replica():
     model = ReplicatedMLP((3,), 3, [4], 2)
-    with pytest.raises(ValueError, match="expected 3 seeds"):
+    with pytest.raises(ValueError, match="seed must be an integer, or 3 of them"):
         make(ng.NoisyAdam, model, seed=[1, 2])
     seeds = [g.initial_seed() for g in make(ng.NoisyAdam, model, seed=7).generators]
     assert len(set(seeds)) == 3

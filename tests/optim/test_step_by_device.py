@@ -90,9 +90,9 @@ def everything(optimizer):
 def same_both_ways(found):
     """Weights and everything that belongs to the state."""
     (_, usual), (_, replay) = found
-    assert isinstance(replay.update._executor, ReplayExecutor)
-    assert replay.update._executor.replays > 0
-    assert not usual.update._executor.deferred
+    assert isinstance(replay.update.executor, ReplayExecutor)
+    assert replay.update.executor.replays > 0
+    assert not usual.update.executor.deferred
     mine, theirs = (tensors_of(optimizer.state_dict()) for optimizer in (replay, usual))
     assert mine.keys() == theirs.keys()
     near = TIES.get(type(usual), 1e-12)
@@ -194,7 +194,7 @@ def fail():
 
 def test_what_is_replayed(monkeypatch):
     model, optimizer, data = made(ng.NoisyKFAC, monkeypatch, replay=True)
-    executor = optimizer.update._executor
+    executor = optimizer.update.executor
     x, y = data(0)
     for _ in range(STEPS):
         optimizer.step(lambda: (model(x), y))
@@ -232,7 +232,7 @@ def test_a_bad_step_with_statistics_is_masked(kind, monkeypatch):
     before = weights(model)
     fisher = {name: statistics.clone() for name, statistics in optimizer.covariance.statistics.items()}
     optimizer.step(lambda: (model(x * torch.nan), y))
-    assert optimizer.update._executor.names[-1] == "move"
+    assert optimizer.update.executor.names[-1] == "move"
     assert torch.equal(weights(model), before)
     for name, kept in fisher.items():
         for part, tensor in kept.tensors().items():
@@ -248,10 +248,10 @@ def test_a_bad_step_that_is_replayed_is_masked(monkeypatch):
     for step in range(STEPS):
         x, y = data(step)
         optimizer.step(lambda x=x, y=y: (model(x), y))
-    before, replays = weights(model), optimizer.update._executor.replays
+    before, replays = weights(model), optimizer.update.executor.replays
     optimizer.step(lambda: (model(x * torch.nan), y))
-    assert optimizer.update._executor.names[-1] == "step"
-    assert optimizer.update._executor.replays == replays + 2
+    assert optimizer.update.executor.names[-1] == "step"
+    assert optimizer.update.executor.replays == replays + 2
     assert torch.equal(weights(model), before)
     with pytest.raises(ng.NonFiniteError):
         optimizer.posterior()

@@ -152,8 +152,8 @@ def test_a_fitted_prior_is_for_either_order(family, gpu_ways):
 def test_nothing_lies_between_parameters_and_flat_vectors(family, gpu_ways):
     optimizer = gpu_ways(family, on=True)
     for weights in (optimizer.weights.mean, optimizer.weights.sample, optimizer.update.gradient):
-        assert weights._parameters.staging(weights.flat, weights._views) is None
-        for view, parameter in zip(weights._views, weights._parameters.known, strict=True):
+        assert weights.parameters.staging(weights.flat, weights._views) is None
+        for view, parameter in zip(weights._views, weights.parameters.known, strict=True):
             assert view.stride() == parameter.stride()
 
 

@@ -74,7 +74,7 @@ def test_copies_of_equal_strides_take_one_launch(monkeypatch: pytest.MonkeyPatch
     for name in ("channels last", "replicas"):
         structure = build_structure(MODELS[name](), "kronecker")
         weights = FlatWeights.zeros(structure, torch.float32, torch.device("cpu"))
-        pairs = list(zip(weights._places(), weights._parameters.known, strict=True))
+        pairs = list(zip(weights._places(), weights.parameters.known, strict=True))
         assert all(place.stride() == parameter.stride() for place, parameter in pairs)
         assert weights._places() is not weights._views
     structure = build_structure(ng.networks.MLP(3, (4,), 2), "kronecker")
@@ -135,7 +135,7 @@ def test_staging_stays_as_long_as_the_parameters_and_is_not_pickled(monkeypatch:
     follow_memory(monkeypatch, {"cpu"})
     model = MODELS["replicas"]()
     optimizer = ng.NoisyAdam(model, ng.Gaussian(noise_variance=0.1), num_data=50, seed=0)
-    views = optimizer.weights.mean._parameters
+    views = optimizer.weights.mean.parameters
     before = views.staging(optimizer.weights.mean.flat, optimizer.weights.mean._views)
     assert before is not None
     FlatWeights.zeros(optimizer.structure, torch.float64, torch.device("cpu"))._places()

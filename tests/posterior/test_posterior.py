@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributions import MultivariateNormal, kl_divergence
 
 import noisygrad as ng
-from noisygrad.posterior.structure import parameter_order
+from noisygrad.posterior.weights import parameter_order
 from support.fitted_posterior import MODELS, PRIORS, fitted, generator, mlp, vector
 from support.truth import FAMILIES, close, normal
 

@@ -15,8 +15,8 @@ import noisygrad as ng
 from noisygrad.families import dense
 from noisygrad.networks import ReplicatedMLP
 from noisygrad.posterior.prior import BlockPriors
-from noisygrad.posterior.structure import Structure, build_structure, parameter_order
-from noisygrad.posterior.weights import FlatWeights
+from noisygrad.posterior.structure import Structure, build_structure
+from noisygrad.posterior.weights import FlatWeights, parameter_order
 from noisygrad_paper.networks import VGG16
 from support.truth import FAMILIES, OPTIMIZERS, Model, close, normal
 

@@ -304,7 +304,7 @@ def test_bad_arguments_are_named():
         NoisySettings(mc_samples=2.5)
     with pytest.raises(ValueError, match="family"):
         NoisySettings(family="banded")
-    with pytest.raises(ValueError, match="lr must be positive"):
+    with pytest.raises(ValueError, match="lr must be a positive number"):
         NoisySettings(lr=math.nan)
     with pytest.raises(ValueError, match="sizes"):
         Perceptrons((3,))

@@ -108,7 +108,7 @@ class ReplayExecutor(Executor):
 
 
 def replayed(monkeypatch: pytest.MonkeyPatch) -> list[ReplayExecutor]:
-    """Whatever is made from now on has a `ReplayExecutor`, such as `optimizer.update._executor`; those made."""
+    """Whatever is made from now on has a `ReplayExecutor`, such as `optimizer.update.executor`; those made."""
     made: list[ReplayExecutor] = []
 
     def executor_for(device: torch.device, generators: Any = (), *, differentiates: bool = True) -> ReplayExecutor:

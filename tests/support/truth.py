@@ -17,7 +17,8 @@ from noisygrad.curvature.fisher import FisherKind, fisher_passes
 from noisygrad.families.base import Statistics
 from noisygrad.likelihoods import Likelihood
 from noisygrad.posterior.blocks import Family
-from noisygrad.posterior.structure import Structure, build_structure, parameter_order
+from noisygrad.posterior.structure import Structure, build_structure
+from noisygrad.posterior.weights import parameter_order
 
 torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
 
@@ -140,7 +141,7 @@ def measure(
     found: dict[str, Statistics] = {}
     for block in structure.blocks:
         start = block.family.identity(block.prior(lambda name: 1.0, torch.zeros(0, dtype=torch.float64)))
-        measured = [block.measure(one, start) for one in passes]
+        measured = [block.family.measure(block.units, one, start) for one in passes]
         total = measured[0].map(torch.zeros_like)
         for m in measured:
             for name, tensor in total.tensors().items():

@@ -6,7 +6,6 @@ from noisygrad import plots
 from noisygrad.cli.demo_fits import FAMILIES, HIDDEN, TEST_SHARE, DataName, Demo, DemoFit
 from noisygrad.pages.page import Page
 from noisygrad.pages.tables import Cell, Column, Table
-from noisygrad.posterior import Posterior
 from noisygrad.predictions import RegressionPrediction
 from noisygrad.versions import versions
 
@@ -66,7 +65,8 @@ def demo_page(demo: Demo) -> Page:
 
 def _regression(page: Page, demo: Demo) -> None:
     fits, target = demo.of("diabetes"), demo.splits["diabetes"].target
-    predictions = {method: _regression_prediction(fit) for method, fit in fits.items()}
+    every = {method: fit.prediction for method, fit in fits.items()}
+    predictions = {method: one for method, one in every.items() if isinstance(one, RegressionPrediction)}
     coverage = {method: fit.metrics["coverage"] for method, fit in fits.items()}
     page.section("Regression: how far will diabetes progress in a year?")
     page.text(
@@ -104,7 +104,7 @@ def _precisions(page: Page, demo: Demo) -> None:
     page.figure(
         plots.precision_matrices(
             {family: fits[family].posterior.precision() for family in FAMILIES},
-            layers=_layer_sizes(fits["full"].posterior),
+            layers={f"layer {n}": u.size for n, u in enumerate(fits["full"].posterior.structure.units, start=1)},
             columns=2,
         ),
         caption="Absolute normalised precision on one colour scale; lines divide the layers. Each method trains a "
@@ -161,18 +161,3 @@ def _pairs(pairs: Mapping[str, object], caption: str) -> Table:
     columns = Column(key="name", header="name"), Column(key="value", header="value")
     rows = [{"name": name, "value": str(value)} for name, value in pairs.items()]
     return Table(columns=columns, rows=rows, caption=caption)
-
-
-def _regression_prediction(fit: DemoFit) -> RegressionPrediction:
-    if not isinstance(fit.prediction, RegressionPrediction):
-        raise TypeError(f"a prediction of numbers was expected for {fit.data}; got {type(fit.prediction).__name__}")
-    return fit.prediction
-
-
-def _layer_sizes(posterior: Posterior) -> dict[str, int]:
-    """Weights per layer, in the order of the parameters."""
-    sizes: dict[str, int] = {}
-    for name, tensor in posterior.mean.items():
-        layer = name.rpartition(".")[0]
-        sizes[layer] = sizes.get(layer, 0) + tensor.numel()
-    return {f"layer {number}": size for number, size in enumerate(sizes.values(), start=1)}

@@ -7,7 +7,6 @@ A package adds a command by an entry point of the group `noisygrad.commands`: a 
 import itertools
 import time
 import warnings
-from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Annotated
@@ -103,23 +102,19 @@ def _add(point: EntryPoint) -> None:
     try:
         command = point.load()
     except (ImportError, AttributeError) as error:
+        reason = f"Error: the command {point.name} is in {point.value}, which cannot be imported: {error}"
+
+        def tell() -> None:
+            typer.echo(reason, err=True)
+            raise typer.Exit(2)
+
         anything = {"ignore_unknown_options": True, "allow_extra_args": True}
-        main.command(point.name, help="Cannot be imported.", context_settings=anything)(_unavailable(point, error))
+        main.command(point.name, help="Cannot be imported.", context_settings=anything)(tell)
         return
     if isinstance(command, typer.Typer):
         main.add_typer(command, name=point.name)
     else:
         main.command(point.name)(command)
-
-
-def _unavailable(point: EntryPoint, error: Exception) -> Callable[[], None]:
-    reason = f"Error: the command {point.name} is in {point.value}, which cannot be imported: {error}"
-
-    def tell() -> None:
-        typer.echo(reason, err=True)
-        raise typer.Exit(2)
-
-    return tell
 
 
 for _point in sorted(entry_points(group="noisygrad.commands")):

@@ -28,6 +28,7 @@ from noisygrad.likelihoods import Categorical, Gaussian, Likelihood
 from noisygrad.networks import MLP
 from noisygrad.optim import NoisyAdam, NoisyBlockTridiagonal, NoisyEKFAC, NoisyFull, NoisyKFAC, NoisyOptimizer
 from noisygrad.posterior import Posterior
+from noisygrad.posterior.faults import one_of, whole_number
 from noisygrad.predictions import CategoricalPrediction, RegressionPrediction
 from noisygrad.training import CosineDecay, train
 
@@ -146,24 +147,18 @@ class _NoisyEstimator(BaseEstimator):  # type: ignore[misc]
             )
             self.posterior_ = optimizer.posterior()
             self._draws = WeightDraws(self.posterior_, seeds[3])
-            self.elbo_ = self._elbo(x, target, seeds[3]) + elbo_shift
-
-    def _elbo(self, x: Tensor, y: Tensor, seed: int) -> float:
-        if not self.noise:
-            return math.nan
-        batches = list(zip(x.split(8192), y.split(8192), strict=True))
-        generator = torch.Generator(x.device).manual_seed(seed)
-        return float(self.posterior_.elbo(batches, _ELBO_SAMPLES, generator))
+            self.elbo_ = math.nan
+            if self.noise:
+                batches = zip(x.split(8192), target.split(8192), strict=True)
+                generator = torch.Generator(device).manual_seed(seeds[3])
+                self.elbo_ = float(self.posterior_.elbo(batches, _ELBO_SAMPLES, generator)) + elbo_shift
 
     def _check_settings(self) -> None:
-        if self.posterior not in OPTIMIZERS:
-            raise ValueError(f"posterior must be one of {', '.join(OPTIMIZERS)}; got {self.posterior!r}")
+        one_of("posterior", self.posterior, OPTIMIZERS)
         for name in ("epochs", "batch_size", "num_samples", "mc_samples"):
             value = getattr(self, name)
-            if value is None and name in {"epochs", "batch_size"}:
-                continue
-            if not _is_count(value):
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+            if value is not None or name not in {"epochs", "batch_size"}:
+                whole_number(name, value)
         hidden = self.hidden
         if isinstance(hidden, str) or not (isinstance(hidden, Sequence | np.ndarray) and all(map(_is_count, hidden))):
             raise ValueError(f"hidden must be a sequence of layer widths such as (50,), got {hidden!r}")

@@ -1,8 +1,6 @@
 """The parts of an optimiser, made and joined."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,18 +20,6 @@ from noisygrad.posterior.structure import Structure
 from noisygrad.posterior.weights import FlatWeights, ParameterViews
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What a step is made of."""
-
-    algorithm: NoisyNaturalGradient
-    weights: DrawnWeights
-    running: RunningStatistics
-    guard: FiniteGuard
-    measurement: BatchMeasurement
-    update: Update
-
-
 def assemble(
     model: nn.Module,
     structure: Structure,
@@ -45,11 +31,9 @@ def assemble(
     seed: int | Sequence[int] | None,
     ranks: Ranks,
     same_draw: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Parts:
-    """All parts of an optimiser that trains `model`, with factors made of the Fisher it starts from."""
-    place: dict[str, Any] = {"dtype": dtype, "device": device}
+) -> Update:
+    """All that steps of a training of `model` are made of, with factors of the Fisher it starts from."""
+    dtype, device = priors.mean.dtype, priors.mean.device
     executor = execution.executor_for(device, differentiates=False)
     units = options.kl_weight / options.num_data
     covariance = Covariance(
@@ -78,27 +62,26 @@ def assemble(
     running = RunningStatistics(model, device)
     guard = FiniteGuard(structure, covariance.statistics, running, deferred=executor.deferred, device=device)
     measurement = BatchMeasurement(
-        model,
-        structure,
-        covariance.fisher,
-        likelihood,
-        options,
+        model=model,
+        structure=structure,
+        fisher=covariance.fisher,
+        likelihood=likelihood,
+        options=options,
         generators=generators,
         guard=guard,
         ranks=ranks,
-        deferred=executor.deferred,
-        **place,
+        like=mean.flat,
     )
-    update = Update(
-        algorithm,
-        weights,
-        measurement,
-        guard,
-        likelihood,
-        options,
+    return Update(
+        algorithm=algorithm,
+        weights=weights,
+        measurement=measurement,
+        guard=guard,
+        running=running,
+        likelihood=likelihood,
+        options=options,
         gradient=FlatWeights.zeros(structure, dtype, device, views),
         groups=groups,
         ranks=ranks,
         executor=executor,
     )
-    return Parts(algorithm, weights, running, guard, measurement, update)

@@ -55,7 +55,7 @@ class CapturedStep:
         optimizer.check_still_valid()
         update, measurement = optimizer.update, optimizer.measurement
         update.scalars.set(optimizer.param_groups, options.clip_at(step), 1.0 - options.decay_at(step))
-        optimizer.weights.mean.find_parameters()
+        optimizer.weights.mean.parameters.current()
         dampings = [group["damping"] for group in optimizer.param_groups]
         limits = (measurement.statistics_limit, measurement.forward_limit)
         key = (update.replay_key(), self._mode(), *limits, *dampings)

@@ -28,7 +28,7 @@ class Draw:
 
     def __init__(self, measure: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._measure = measure
-        self._open = True
+        self.is_open = True
         self.has_loss = False
         """Whether a loss was computed that is to be differentiated."""
         self._waiting: set[int] = set()
@@ -42,7 +42,7 @@ class Draw:
         if you like) before leaving the context. Several calls, in one context or in several, are averaged by `step()`:
         do not divide the loss yourself.
         """
-        if not self._open:
+        if not self.is_open:
             raise RuntimeError(
                 "this draw is over: its weights are gone. Compute the loss inside `with optimizer.sampled()`"
             )
@@ -53,10 +53,6 @@ class Draw:
             self._waiting.add(key)
             loss.register_hook(lambda gradient: self._waiting.discard(key))
         return loss
-
-    def close(self) -> None:
-        """End the draw."""
-        self._open = False
 
     def check_differentiated(self) -> None:
         """Raise if a loss was never differentiated."""
@@ -131,7 +127,7 @@ class DrawnWeights:
             failed = False
         finally:
             self.current = None
-            draw.close()
+            draw.is_open = False
             if self._covariance.noisy and (restore or failed):
                 self.mean.write_parameters_()
         draw.check_differentiated()
@@ -141,7 +137,7 @@ class DrawnWeights:
         if not self._covariance.noisy:
             self.read_mean_()
             return
-        self.mean.find_parameters()
+        self.mean.parameters.current()  # which may have been moved in memory: that counts in `memory`
         if self._executor.deferred:
             self._executor.run("draw", self.memory(), self._perturb)
         else:
@@ -172,18 +168,22 @@ class DrawnWeights:
             generator.set_state(state)
 
 
+def seeds_of(seed: int | Sequence[int] | None, count: int) -> list[int]:
+    """One for each replica: those given, or the first of them and its successors; without any from torch's own."""
+    if seed is None:
+        seed = int(torch.randint(2**62, ()).item())
+    if isinstance(seed, Integral):
+        return [int(seed) + index for index in range(count)]
+    if isinstance(seed, str) or not isinstance(seed, Sequence) or len(seed) != count:
+        raise ValueError(f"seed must be an integer, or {count} of them, one per replica; got {seed!r}")
+    return [int(value) for value in seed]
+
+
 def make_generators(
     seed: int | Sequence[int] | None, count: int, device: torch.device, ranks: Ranks, *, same_draw: bool
 ) -> list[torch.Generator]:
-    """`count` generators, others on each rank unless they are to draw the same; without a seed from torch's own."""
-    if seed is None:
-        seed = int(torch.randint(2**62, ()).item())
-    if not isinstance(seed, Integral) and (isinstance(seed, str) or not isinstance(seed, Sequence)):
-        raise ValueError(f"seed must be an integer, or one for each replica; got {seed!r}")
-    seeds = [int(seed) + index for index in range(count)] if isinstance(seed, Integral) else [int(s) for s in seed]
-    if len(seeds) != count:
-        raise ValueError(f"expected {count} seeds, one per replica; got {len(seeds)}")
-    seeds = [ranks.same_for_all(value) for value in seeds]
+    """A generator for each replica, others on each rank unless they are to draw the same."""
+    seeds = [ranks.same_for_all(value) for value in seeds_of(seed, count)]
     offset = 0 if same_draw else ranks.rank * BETWEEN_RANKS
     return [torch.Generator(device).manual_seed((value + offset) % 2**63) for value in seeds]
 

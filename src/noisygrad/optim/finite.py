@@ -6,7 +6,7 @@ A refused batch has already changed the running statistics of norm layers: they 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,13 +68,11 @@ class RunningStatistics:
 
     def keep(self) -> None:
         """Before the first draw of a step."""
-        if self._norms:
-            self._kept = [(m, [b.clone() for b in m.buffers(recurse=False)]) for m in self._norms if m.training]
+        self._kept = [(m, [b.clone() for b in m.buffers(recurse=False)]) for m in self._norms if m.training]
 
     def forget(self) -> None:
         """After a step: there is nothing to take back."""
-        if self._kept:
-            self._kept = []
+        self._kept = []
 
     def restore(self) -> None:
         """Give norm layers with bad numbers what was kept."""
@@ -107,7 +105,7 @@ class FiniteGuard:
     ) -> None:
         self._structure = structure
         self._running = running
-        self._deferred, self._device = deferred, device
+        self.deferred, self._device = deferred, device
         self._owners = [name for block in structure.blocks for name, _ in block.pieces(statistics[block.name])]
         self._counts = {block.name: len(block.pieces(statistics[block.name])) for block in structure.blocks}
         # Each flag stands for the gradient (the first), a piece of the statistics or the targets (the last).
@@ -132,7 +130,7 @@ class FiniteGuard:
         `statistics` are those that are not known to be finite. `found_inf` is a GradScaler's verdict: such a step is
         skipped without complaint. The gradient is zeroed in place where the step is masked.
         """
-        plain = not self._deferred and found_inf is None
+        plain = not self.deferred and found_inf is None
         total = gradient.sum() if loss is None else gradient.sum() + loss
         if plain and not statistics and math.isfinite(total.item()):
             return None
@@ -145,7 +143,7 @@ class FiniteGuard:
         skip = None if found_inf is None else found_inf.to(self._device).reshape(()) > 0
         self._bad[: len(bad)].logical_or_(bad if skip is None else bad & ~skip)
         self._note_traces(traces, skip)
-        if not self._deferred:
+        if not self.deferred:
             self.check()
             if skip is not None and bool(skip):
                 self._running.restore()
@@ -201,11 +199,12 @@ class FiniteGuard:
                 "then were left out. Check the targets: on a CPU the message is exact"
             )
         owners = [name for name, wrong in zip(self._owners, bad[1:].tolist(), strict=False) if wrong]
-        bad_parameters = self._parameters()
+        parameters = self._structure.parameters.items()
+        gradients = [name for name, p in parameters if p.grad is not None and not _is_finite(p.grad)]
         if owners:
             where = f"the statistics of {format_names(origin or list(dict.fromkeys(owners)))} went bad"
         else:
-            where = f"the gradient of {bad_parameters} went bad" if bad_parameters else "the loss itself"
+            where = f"the gradient of {format_names(gradients)} went bad" if gradients else "the loss itself"
         self._running.restore()
         buffers = self._running.nonfinite_buffers()
         reset = f". But {format_names(buffers)} took bad numbers from the batch: reset them" if buffers else ""
@@ -220,7 +219,12 @@ class FiniteGuard:
         Those whose weights are bad; else the layer in front of the first bad inputs, for it made them (or the first
         layer of all, which was given them); else the last layer with bad gradients.
         """
-        bad = {place for places, flags in self._bad_places.items() for place in _flagged(places, flags)}
+        bad = {
+            place
+            for places, flags in self._bad_places.items()
+            for place, flag in zip(places, flags.tolist(), strict=True)
+            if flag
+        }
         order = list(dict.fromkeys(name for places in self._bad_places for name, _ in places))
         if not bad:
             return []
@@ -233,14 +237,6 @@ class FiniteGuard:
             if (name, "inputs") in bad:
                 return [before or name]
         return [name for name in order if (name, "gradients") in bad][-1:]
-
-    def _parameters(self) -> str:
-        parameters = self._structure.parameters.items()
-        return format_names([n for n, p in parameters if p.grad is not None and not _is_finite(p.grad)])
-
-
-def _flagged(places: Sequence[tuple[str, str]], flags: Tensor) -> Iterator[tuple[str, str]]:
-    return (place for place, flag in zip(places, flags.tolist(), strict=True) if flag)
 
 
 def _is_finite(tensor: Tensor) -> bool:

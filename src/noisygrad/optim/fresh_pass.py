@@ -28,19 +28,6 @@ def half_of(examples: int, advice: str) -> int:
     return examples // 2
 
 
-@contextmanager
-def evaluating_norms(model: nn.Module) -> Iterator[None]:
-    """Layers of batch normalisation are in evaluation mode inside."""
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
-    for norm in norms:
-        norm.eval()
-    try:
-        yield
-    finally:
-        for norm in norms:
-            norm.train()
-
-
 class FirstExamples:
     """Lets a model see the first `limit` examples of a batch: of every tensor as long as the first; None for all."""
 

@@ -19,10 +19,11 @@ from noisygrad.families.units import Unit
 from noisygrad.kernels.factorisation import capturing
 from noisygrad.likelihoods import Likelihood
 from noisygrad.optim.finite import FiniteGuard, FiniteTrace, known_finite
-from noisygrad.optim.fresh_pass import FirstExamples, evaluating_norms, half_of, is_out_of_memory
+from noisygrad.optim.fresh_pass import FirstExamples, half_of, is_out_of_memory
 from noisygrad.optim.options import Options
 from noisygrad.optim.user_warning import warn_user
 from noisygrad.posterior.blocks import Block
+from noisygrad.posterior.modes import with_attributes
 from noisygrad.posterior.structure import Structure
 
 Closure = Callable[[], tuple[Tensor, Tensor] | Tensor]
@@ -144,44 +145,35 @@ class Accumulated:
         self.noise_examples += batch
 
 
+@dataclass(kw_only=True)
 class BatchMeasurement:
-    """Losses and Fisher statistics of batches; its state is how many examples there was memory for.
+    """Losses and Fisher statistics of batches; its state is how many examples there was memory for."""
 
-    The targets are sampled from `generators`. With `deferred` nothing may wait for a check: the guard is told.
-    """
+    model: nn.Module
+    structure: Structure
+    fisher: FisherAverage
+    likelihood: Likelihood
+    options: Options
+    generators: list[torch.Generator]
+    """Of the targets that are sampled."""
+    guard: FiniteGuard
+    ranks: Ranks
+    like: Tensor
+    """Of the type of statistics, on the device."""
+    statistics_limit: int | None = None
+    forward_limit: int | None = None
+    """How many examples of a batch there was memory for: for statistics, and for a forward pass of their own."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        structure: Structure,
-        fisher: FisherAverage,
-        likelihood: Likelihood,
-        options: Options,
-        *,
-        generators: list[torch.Generator],
-        guard: FiniteGuard,
-        ranks: Ranks,
-        deferred: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.statistics_limit: int | None = None
-        self.forward_limit: int | None = None
-        """How many examples of a batch there was memory for: for statistics, and for a forward pass of their own."""
-        self._model, self._structure, self._fisher, self._likelihood = model, structure, fisher, likelihood
-        self._options, self._generators, self._guard, self._ranks = options, generators, guard, ranks
-        self._deferred, self._dtype, self._device = deferred, dtype, device
+    def __post_init__(self) -> None:
         self._warned = False
-        self._units = structure.units
-        self._others = [
-            (unit, structure.parameters[unit.slots[0].parameter]) for unit in self._units if unit.kind == "other"
-        ]
+        self._units, parameters = self.structure.units, self.structure.parameters
+        self._others = [(unit, parameters[unit.slots[0].parameter]) for unit in self._units if unit.kind == "other"]
 
     # ---------------------------------------------------------------- losses
 
     def loss(self, accumulated: Accumulated, capture: Capture | None, output: Tensor, target: Tensor) -> Tensor:
         """Check the batch, take statistics if layers were recorded, and return the loss."""
-        likelihood, device = self._likelihood, self._device.type
+        likelihood, device = self.likelihood, self.like.device.type
         likelihood.check(output, target)
         if not torch.is_grad_enabled():
             return likelihood.nll(output, target)
@@ -189,8 +181,8 @@ class BatchMeasurement:
             with torch.autocast(device, enabled=False):
                 return self.loss(accumulated, capture, output, target)
         output = output if output.dtype in {torch.float32, torch.float64} else output.float()
-        if self._deferred:
-            self._guard.note_targets(likelihood.invalid(output, target))
+        if self.guard.deferred:
+            self.guard.note_targets(likelihood.invalid(output, target))
             target = likelihood.clamp_invalid_targets(output, target)
         if capture is not None:
             self.take(accumulated, capture, output, target)
@@ -206,7 +198,7 @@ class BatchMeasurement:
 
         Where a GPU's memory does not suffice, half of the examples are taken, with a warning, from now on.
         """
-        batch = output.shape[len(self._likelihood.replicas)]
+        batch = output.shape[len(self.likelihood.replicas)]
         records = capture.take()
         shared = {record.edge.node for record in records}
         if depends_on(output, capture.consumed_nodes) and depends_on(output, shared):
@@ -214,7 +206,7 @@ class BatchMeasurement:
                 "two losses share a part of one forward pass (a trunk with two heads, say), of which the statistics "
                 "were already taken for the first: call the model once for each draw.nll"
             )
-        keep = min(batch, self._options.stats_batch or batch, self.statistics_limit or batch)
+        keep = min(batch, self.options.stats_batch or batch, self.statistics_limit or batch)
         first = not accumulated.statistics
         while True:
             try:
@@ -230,24 +222,24 @@ class BatchMeasurement:
 
     def _take(self, accumulated: Accumulated, records: list[Record], output: Tensor, target: Tensor, keep: int) -> None:
         def summarise(unit: Unit, one: Pass) -> Pass:
-            block = self._structure.block_of[unit.name]
-            return block.summarise(unit, one, self._fisher.statistics[block.name])
+            block = self.structure.block_of[unit.name]
+            return block.summarise(unit, one, self.fisher.statistics[block.name])
 
-        scarce = self._device.type in summaries.DEVICES
+        scarce = self.like.device.type in summaries.DEVICES
         passes = fisher_passes(
-            self._options.fisher,
-            self._likelihood,
+            self.options.fisher,
+            self.likelihood,
             output,
             target,
             records=records,
             others=self._others,
-            generators=self._generators,
-            dtype=self._dtype,
+            generators=self.generators,
+            dtype=self.like.dtype,
             keep=keep,
             summarise=summarise if scarce else None,
         )
         for one in passes:  # only relative weights count
-            accumulated.add_statistics(self._structure.blocks, one, keep, self._fisher.statistics)
+            accumulated.add_statistics(self.structure.blocks, one, keep, self.fisher.statistics)
             del one  # before the next is made
 
     def take_returned_loss(
@@ -265,7 +257,7 @@ class BatchMeasurement:
         accumulated.add_loss(loss)
         if capture is not None:
             batch, passes = self._passes_of_backward(capture.take())
-            accumulated.add_statistics(self._structure.blocks, passes, batch, self._fisher.statistics)
+            accumulated.add_statistics(self.structure.blocks, passes, batch, self.fisher.statistics)
 
     def _passes_of_backward(self, records: list[Record]) -> tuple[int, dict[str, Pass]]:
         """How many examples a batch had that the user has differentiated, and its passes.
@@ -274,8 +266,8 @@ class BatchMeasurement:
         does, since the first may look positions up, or have the sequence in front.
         """
         seen = [record for record in records if record.kept]
-        measure = partial(passes_after_backward, seen, self._others, dtype=self._dtype)
-        lead = len(self._structure.replicas)
+        measure = partial(passes_after_backward, seen, self._others, dtype=self.like.dtype)
+        lead = len(self.structure.replicas)
         *likely, last = dict.fromkeys(record.inputs.shape[lead] for record in reversed(seen)) or [1]
         for size in likely:
             with suppress(ValueError):
@@ -285,12 +277,13 @@ class BatchMeasurement:
     def take_fresh(self, accumulated: Accumulated, capture: Capture, run: Closure) -> None:
         """`fisher_pass="fresh"`: statistics of a forward pass of their own, BatchNorm in evaluation mode."""
         # In evaluation mode to the end: statistics of a norm's scale ask what it was normalised by.
-        with evaluating_norms(self._model):
+        norms = [module for module in self.model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+        with with_attributes(norms, training=False):
             output, target = self._fresh_forward(capture, run)
-            self._likelihood.check(output, target)
-            with torch.autocast(self._device.type, enabled=False):
+            self.likelihood.check(output, target)
+            with torch.autocast(self.like.device.type, enabled=False):
                 output = output if output.dtype in {torch.float32, torch.float64} else output.float()
-                clean = self._likelihood.clamp_invalid_targets(output, target)
+                clean = self.likelihood.clamp_invalid_targets(output, target)
                 self.take(accumulated, capture, output, clean)
 
     def _fresh_forward(self, capture: Capture, run: Closure) -> tuple[Tensor, Tensor]:
@@ -298,12 +291,12 @@ class BatchMeasurement:
         while True:
             first = FirstExamples(self.forward_limit)
             try:
-                with first.of(self._model):
+                with first.of(self.model):
                     result = run()
                 break
             except RuntimeError as error:
                 # The ranks of a distributed training call their models together, or wait for each other for ever.
-                alone = not (self._ranks.active or self._structure.replicas or capturing())
+                alone = not (self.ranks.active or self.structure.replicas or capturing())
                 if not (is_out_of_memory(error) and alone and first.given > 1):
                     raise
             capture.take()
@@ -316,9 +309,9 @@ class BatchMeasurement:
 
     def warn_uncalled_layers(self, accumulated: Accumulated) -> None:
         """Warn, once, of layers with a gradient but no statistics: their posterior would quietly become the prior."""
-        if self._warned or self._ranks.active:  # what one rank has not used another may have
+        if self._warned or self.ranks.active:  # what one rank has not used another may have
             return
-        parameters, seen = self._structure.parameters, accumulated.units
+        parameters, seen = self.structure.parameters, accumulated.units
         uncalled = [
             unit.name
             for unit in self._units

@@ -147,7 +147,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         canonical = BlockPriors.build(self._canonical_structure, prior_variance, prior, self.dtype, self.device)
         self.priors = canonical.to_memory(self.structure)
         self._same_draw = same_draw_on_all_ranks
-        parts = assemble(
+        self.update = assemble(
             self.model,
             self.structure,
             self.priors,
@@ -157,12 +157,10 @@ class NoisyOptimizer(torch.optim.Optimizer):
             seed=seed,
             ranks=self.ranks,
             same_draw=same_draw_on_all_ranks,
-            dtype=self.dtype,
-            device=self.device,
         )
-        self.algorithm, self.weights, self.measurement = parts.algorithm, parts.weights, parts.measurement
+        self.algorithm, self.weights = self.update.algorithm, self.update.weights
+        self.measurement, self.guard, self.running = self.update.measurement, self.update.guard, self.update.running
         self.covariance = self.algorithm.covariance
-        self.guard, self.running, self.update = parts.guard, parts.running, parts.update
         self.accumulated = Accumulated()
         self._capture = Capture(self.structure.layers)
         self.steps = 0
@@ -309,12 +307,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
         return OptimizerState(
             kind=type(self).__name__,
             structure=self.structure,
-            weights=self.weights,
-            algorithm=self.algorithm,
+            parts=self.update,
             priors=self.priors,
-            likelihood=self.likelihood,
-            options=self.options,
-            ranks=self.ranks,
             same_draw=self._same_draw,
         )
 

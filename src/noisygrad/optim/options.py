@@ -15,6 +15,7 @@ from noisygrad.curvature.fisher import FisherKind
 from noisygrad.families import family_named
 from noisygrad.families.base import DampingMode
 from noisygrad.likelihoods import Likelihood
+from noisygrad.posterior.faults import one_of, whole_number
 from noisygrad.priors import FittedPrior, PriorVariance, check_prior_variance, is_improper
 
 FisherPass = Literal["same", "fresh"]
@@ -56,21 +57,15 @@ class Options:
                 f"num_data must be a positive integer, the size of the training set; got {self.num_data!r}"
             )
         positive("kl_weight", self.kl_weight)
-        for name in ("stats_every", "factor_every", "mc_samples", "stats_batch"):
-            value = getattr(self, name)
-            if name == "stats_batch" and value is None:
-                continue
-            if not isinstance(value, Integral) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        for name, known in (
-            ("momentum_mode", tuple(MOMENTUM_MODES)),
-            ("fisher", get_args(FisherKind)),
-            ("fisher_pass", get_args(FisherPass)),
-            ("fisher_start", get_args(FisherStart)),
-            ("damping_mode", get_args(DampingMode)),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}")
+        for name in ("stats_every", "factor_every", "mc_samples"):
+            whole_number(name, getattr(self, name))
+        if self.stats_batch is not None:
+            whole_number("stats_batch", self.stats_batch)
+        one_of("momentum_mode", self.momentum_mode, MOMENTUM_MODES)
+        one_of("fisher", self.fisher, get_args(FisherKind))
+        one_of("fisher_pass", self.fisher_pass, get_args(FisherPass))
+        one_of("fisher_start", self.fisher_start, get_args(FisherStart))
+        one_of("damping_mode", self.damping_mode, get_args(DampingMode))
         not_negative("fisher_floor", self.fisher_floor)
         self.decay_at(1)
         self.clip_at(1)

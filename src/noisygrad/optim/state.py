@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -15,12 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from noisygrad.algorithm.step import NoisyNaturalGradient
-from noisygrad.distributed import Ranks
 from noisygrad.families.base import TensorRecord
-from noisygrad.likelihoods import Likelihood
-from noisygrad.optim.draw import DrawnWeights, part_generators_
-from noisygrad.optim.options import Options
+from noisygrad.optim.draw import part_generators_
+from noisygrad.optim.update import Update
 from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import Structure, copied
@@ -29,6 +25,7 @@ from noisygrad.posterior.weights import FlatWeights
 FORMAT = 4
 _CHANGED = "its tensors are under `state` now, where torch's tools expect them"
 Key = tuple[int, str]
+"""The number of the parameter that a tensor of the state is kept under, and a name."""
 _PARTS = {"format", "family", "steps", "settings", "rank", "order", "state", "generators", "likelihood", "param_groups"}
 
 
@@ -39,12 +36,8 @@ class OptimizerState:
     kind: str
     """The optimiser's class."""
     structure: Structure
-    weights: DrawnWeights
-    algorithm: NoisyNaturalGradient
+    parts: Update
     priors: BlockPriors
-    likelihood: Likelihood
-    options: Options
-    ranks: Ranks
     same_draw: bool
 
     def save(self, param_groups: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
@@ -54,11 +47,11 @@ class OptimizerState:
             "family": self.structure.family.name,
             "steps": steps,
             "settings": self._settings(),
-            "rank": self.ranks.rank,
+            "rank": self.parts.ranks.rank,
             "order": self._order(param_groups),
             "state": self._tensors(param_groups),
-            "generators": {str(i): generator.get_state() for i, generator in enumerate(self.weights.generators)},
-            "likelihood": {name: tensor.detach().clone() for name, tensor in self.likelihood.state_dict().items()},
+            "generators": {str(i): generator.get_state() for i, generator in enumerate(self.parts.weights.generators)},
+            "likelihood": {name: _plain(tensor) for name, tensor in self.parts.likelihood.state_dict().items()},
             "param_groups": [
                 {**{name: _plain(value) for name, value in group.items()}, "params": numbers}
                 for group, numbers in zip(param_groups, _numbers(param_groups), strict=True)
@@ -95,20 +88,20 @@ class OptimizerState:
             raise ValueError(
                 "the state belongs to another prior: construct the optimiser with the prior it was saved with"
             )
-        if len(state["generators"]) != len(self.weights.generators):
+        if len(state["generators"]) != len(self.parts.weights.generators):
             raise ValueError("the state has another number of replicas")
         try:
-            copy.deepcopy(self.likelihood).load_state_dict(state["likelihood"])  # a failed load is half done
+            copy.deepcopy(self.parts.likelihood).load_state_dict(state["likelihood"])  # a failed load is half done
         except RuntimeError as error:
             raise ValueError(f"the state belongs to another likelihood: {error}") from error
-        self.likelihood.load_state_dict(state["likelihood"])
+        self.parts.likelihood.load_state_dict(state["likelihood"])
         with torch.no_grad():
             for entry in entries:
                 if not entry.is_prior:
                     entry.write_(theirs)
-        for index, generator in enumerate(self.weights.generators):
+        for index, generator in enumerate(self.parts.weights.generators):
             generator.set_state(state["generators"][str(index)].cpu())
-        part_generators_(self.weights.generators, state["rank"], self.ranks, same_draw=self.same_draw)
+        part_generators_(self.parts.weights.generators, state["rank"], self.parts.ranks, same_draw=self.same_draw)
         for group, saved in zip(param_groups, state["param_groups"], strict=True):
             for name, value in saved.items():
                 if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
@@ -146,16 +139,17 @@ class OptimizerState:
         if other:
             raise ValueError(f"the state belongs to other settings: {'; '.join(other)}")
 
-    def _entries(self) -> list[_Entry]:
+    def _entries(self) -> list[_Vector | _Record]:
         """All tensors of the state. The mean is among them, for parameters too narrow to hold all its digits."""
-        structure, momentum, covariance = self.structure, self.algorithm.momentum, self.algorithm.covariance
-        found: list[_Entry] = [
-            _Vector("mean", self.weights.mean.flat, structure),
+        structure, momentum, covariance = self.structure, self.parts.algorithm.momentum, self.parts.algorithm.covariance
+        mean = self.parts.weights.mean.flat
+        found: list[_Vector | _Record] = [
+            _Vector("mean", mean, structure),
             _Vector("prior_mean", self.priors.mean, structure, is_prior=True),
             _Record(0, "updates", _Single(covariance.fisher.updates)),
         ]
         for name, tensor in momentum.tensors().items():
-            like_weights = tensor.shape == self.weights.mean.flat.shape
+            like_weights = tensor.shape == mean.shape
             key = f"momentum/{name}"
             found.append(_Vector(key, tensor, structure) if like_weights else _Record(0, key, _Single(tensor)))
         numbers = {name: index for index, name in enumerate(structure.parameters)}
@@ -179,9 +173,9 @@ class OptimizerState:
     def _settings(self) -> dict[str, Any]:
         """What the meaning of the tensors hangs on."""
         names = ("num_data", "kl_weight", "damping_mode", "fisher_start", "momentum_mode")
-        arguments = ", ".join(f"{name}={value!r}" for name, value in self.likelihood.config().items())
-        return {name: getattr(self.options, name) for name in names} | {
-            "likelihood": f"{type(self.likelihood).__name__}({arguments})"
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.parts.likelihood.config().items())
+        return {name: getattr(self.parts.options, name) for name in names} | {
+            "likelihood": f"{type(self.parts.likelihood).__name__}({arguments})"
         }
 
 
@@ -195,25 +189,7 @@ class _Single(TensorRecord):
         return {"": self.tensor}
 
 
-class _Entry(ABC):
-    """Tensors of the state, by the number of the parameter that they are kept under and a name."""
-
-    is_prior = False
-
-    @abstractmethod
-    def shapes(self) -> dict[Key, torch.Size]:
-        """Of what `read` returns; nothing is copied for it."""
-
-    @abstractmethod
-    def read(self) -> dict[Key, Tensor]:
-        """Copies, every matrix as one tensor and every parameter row by row."""
-
-    @abstractmethod
-    def write_(self, tensors: Mapping[Key, Tensor]) -> None:
-        """The inverse of `read`."""
-
-
-class _Vector(_Entry):
+class _Vector:
     """A flat vector, parameter by parameter."""
 
     def __init__(self, name: str, flat: Tensor, structure: Structure, *, is_prior: bool = False) -> None:
@@ -222,18 +198,21 @@ class _Vector(_Entry):
         self._shapes = structure.shapes
 
     def shapes(self) -> dict[Key, torch.Size]:
+        """Of what `read` returns; nothing is copied for it."""
         return {key: self._shapes[parameter] for parameter, key in self._keys.items()}
 
     def read(self) -> dict[Key, Tensor]:
+        """Copies, every matrix as one tensor and every parameter row by row."""
         found = self._weights.as_dict(like_parameters=False)
         return {key: found[parameter] for parameter, key in self._keys.items()}
 
     def write_(self, tensors: Mapping[Key, Tensor]) -> None:
+        """The inverse of `read`."""
         self._weights.load_dict_({parameter: tensors[key] for parameter, key in self._keys.items()})
 
 
-class _Record(_Entry):
-    """The tensors of a record, all under the parameter of number `index`, their names behind `name`.
+class _Record:
+    """The tensors of a record, all under the parameter of number `index`, their names behind `name`; read as a vector.
 
     `owner` is the block that knows in which order the numbers lie, if not in the usual one.
     """

@@ -1,6 +1,6 @@
 """One step of Algorithm 1 or 2 of the paper: Fisher, factors, mean, noise, from what the draws have left."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from noisygrad.distributed import Ranks
 from noisygrad.likelihoods import Likelihood
 from noisygrad.optim.draw import DrawnWeights
 from noisygrad.optim.execution import Executor
-from noisygrad.optim.finite import FiniteGuard
+from noisygrad.optim.finite import FiniteGuard, RunningStatistics
 from noisygrad.optim.measurement import Accumulated, BatchMeasurement
 from noisygrad.optim.options import Options
 from noisygrad.posterior.weights import FlatWeights
@@ -31,10 +31,6 @@ class ParamGroups:
         """γ_ex of each param group, by the number that its blocks know it by."""
         return {number: group["damping"] for number, group in zip(self.numbers, self.settings, strict=True)}
 
-    def momenta(self) -> tuple[float, ...]:
-        """β₁ of each param group."""
-        return tuple(group["momentum"] for group in self.settings)
-
 
 @dataclass(frozen=True)
 class Scaling:
@@ -47,9 +43,9 @@ class Scaling:
 class DeviceScalars:
     """Learning rates, trust region, decay, loss and mask as tensors on the device, for a replayed step to read."""
 
-    def __init__(self, like: Tensor) -> None:
+    def __init__(self, like: Tensor, groups: int) -> None:
         self._like = like
-        self.groups: list[dict[str, Any]] = []
+        self.groups: list[dict[str, Any]] = [{"lr": like.new_zeros(())} for _ in range(groups)]
         self.clip: Tensor | None = None
         self.rate = like.new_zeros(())
         """1 − `fisher_decay`."""
@@ -59,8 +55,6 @@ class DeviceScalars:
 
     def set(self, groups: Sequence[Mapping[str, Any]], clip: float | None, rate: float) -> None:
         """Bring the tensors up to date; only what has changed is sent, so a capture after it records nothing of it."""
-        if not self.groups:
-            self.groups = [{"lr": self._like.new_zeros(())} for _ in groups]
         for index, (mine, group) in enumerate(zip(self.groups, groups, strict=True)):
             mine["momentum"] = group["momentum"]
             if isinstance(group["lr"], Tensor):
@@ -80,40 +74,36 @@ class DeviceScalars:
             self._known[name] = value
             tensor.fill_(value)
 
-    def key(self, momenta: tuple[float, ...]) -> tuple[Any, ...]:
+    def key(self) -> tuple[Any, ...]:
         """Whatever a replayed step has as plain numbers."""
-        return (self.clip is None, id(self.clip), *momenta)
+        return (self.clip is None, id(self.clip), *(group["momentum"] for group in self.groups))
 
 
+@dataclass(kw_only=True)
 class Update:
-    """Makes the steps; owns the gradient."""
+    """What a step is made of, and how it is made."""
 
-    def __init__(
-        self,
-        algorithm: NoisyNaturalGradient,
-        weights: DrawnWeights,
-        measurement: BatchMeasurement,
-        guard: FiniteGuard,
-        likelihood: Likelihood,
-        options: Options,
-        *,
-        gradient: FlatWeights,
-        groups: ParamGroups,
-        ranks: Ranks,
-        executor: Executor,
-    ) -> None:
-        self.gradient, self.groups = gradient, groups
-        self.scalars = DeviceScalars(algorithm.mean)
-        self._algorithm, self._weights = algorithm, weights
-        self._measurement, self._guard, self._likelihood, self._options = measurement, guard, likelihood, options
-        self._ranks, self._executor = ranks, executor
+    algorithm: NoisyNaturalGradient
+    weights: DrawnWeights
+    measurement: BatchMeasurement
+    guard: FiniteGuard
+    running: RunningStatistics
+    likelihood: Likelihood
+    options: Options
+    gradient: FlatWeights
+    groups: ParamGroups
+    ranks: Ranks
+    executor: Executor
+
+    def __post_init__(self) -> None:
+        self.scalars = DeviceScalars(self.algorithm.mean, len(self.groups.parts))
 
     def apply(self, step: int, found: Accumulated, scaling: Scaling) -> None:
         """Fisher, factors, mean and observation noise from what was accumulated, in this order."""
-        decay, clip = self._options.decay_at(step), self._options.clip_at(step)
-        found.sum_over(self._ranks, self._algorithm.covariance.statistics)
+        decay, clip = self.options.decay_at(step), self.options.clip_at(step)
+        found.sum_over(self.ranks, self.algorithm.covariance.statistics)
         self.gradient.read_gradients_()
-        if self._executor.deferred:
+        if self.executor.deferred:
             # As tensors, so that a step that is recorded now reads the numbers of the step that replays it.
             scalars = self.scalars
             scalars.set(self.groups.settings, clip, 1.0 - decay)
@@ -121,12 +111,13 @@ class Update:
                 scalars.loss.copy_(loss)
             if self._is_plain(step, found, scaling):
                 work = lambda: self._move(scalars.groups, scalars.clip, self._watched(found, scalars.loss, scaling))  # noqa: E731
-                self._replay("step", work)
+                self.executor.run("step", self.replay_key(), work)
                 return
             mask = self._watch_and_measure(step, found, scaling, scalars.rate)
             assert mask is not None
             scalars.mask.copy_(mask)
-            self._replay("move", lambda: self._move(scalars.groups, scalars.clip, scalars.mask))
+            work = lambda: self._move(scalars.groups, scalars.clip, scalars.mask)  # noqa: E731
+            self.executor.run("move", self.replay_key(), work)
         else:
             mask = self._watch_and_measure(step, found, scaling, 1.0 - decay)
             self._move(self.groups.settings, clip, mask)
@@ -135,65 +126,58 @@ class Update:
 
     def replay_key(self) -> tuple[Any, ...]:
         """Changes whenever a recorded step would do something else."""
-        return (self._weights.memory(), self.scalars.key(self.groups.momenta()))
-
-    def _replay(self, name: str, work: Callable[[], None]) -> None:
-        self._executor.run(name, self.replay_key(), work)
+        return (self.weights.memory(), self.scalars.key())
 
     def _watch_and_measure(
         self, step: int, found: Accumulated, scaling: Scaling, rate: float | Tensor
     ) -> Tensor | None:
         """Whatever there is to scale, to measure and to refresh before the mean moves, and the mask of the step."""
-        self._scale_gradient(found, scaling)
+        if scaling.scale is not None:
+            self.gradient.flat.div_(scaling.scale)
+        if (count := found.calls or found.draws) > 1:  # the mean over losses, of which there is the sum
+            self.gradient.flat.div_(count)
         # Ranks must agree on what is finite, and each has a loss of its own.
-        mask = self._watched(found, None if self._ranks.active else found.loss, scaling)
-        refresh = self._options.factors_due(step)
-        fisher = self._algorithm.covariance.fisher
+        mask = self._watched(found, None if self.ranks.active else found.loss, scaling)
+        refresh = self.options.factors_due(step)
+        fisher = self.algorithm.covariance.fisher
         with fisher.unchanged_on_failure() if refresh else nullcontext():
             if found.statistics:
-                self._measurement.warn_uncalled_layers(found)
-                self._algorithm.measure_(found.statistics, rate, mask=mask, examples=found.examples)
+                self.measurement.warn_uncalled_layers(found)
+                self.algorithm.measure_(found.statistics, rate, mask=mask, examples=found.examples)
                 fisher.count(found.statistics)
                 found.statistics = {}  # as large as the moving averages, and done with
             if refresh:
-                self._guard.check()
-                self._algorithm.refresh_(self.groups.dampings())
+                self.guard.check()
+                self.algorithm.refresh_(self.groups.dampings())
         return mask
 
     def _is_plain(self, step: int, found: Accumulated, scaling: Scaling) -> bool:
         """Whether this step is one draw and one loss without anything to scale, to measure or to refresh."""
         return (
-            not self._ranks.active
+            not self.ranks.active
             and found.draws == 1
             and found.calls == 1
             and not found.statistics
             and found.noise is None
-            and not self._options.factors_due(step)
+            and not self.options.factors_due(step)
             and scaling.scale is None
             and scaling.found_inf is None
         )
 
-    def _scale_gradient(self, found: Accumulated, scaling: Scaling) -> None:
-        """Undo a GradScaler's scale, and make the sum over losses their mean."""
-        if scaling.scale is not None:
-            self.gradient.flat.div_(scaling.scale)
-        if (count := found.calls or found.draws) > 1:
-            self.gradient.flat.div_(count)
-
     def _watched(self, found: Accumulated, loss: Tensor | None, scaling: Scaling) -> Tensor | None:
         """Add Γ (w − m₀), at the sampled weights, to the gradient, and see whether the step may go on."""
         gradient = self.gradient.flat
-        self._algorithm.add_prior_(gradient, found.mean_weights())
+        self.algorithm.add_prior_(gradient, found.mean_weights())
         doubtful = {} if found.known_finite else found.statistics
-        return self._guard.watch(gradient, loss, doubtful, found.traces, scaling.found_inf)
+        return self.guard.watch(gradient, loss, doubtful, found.traces, scaling.found_inf)
 
     def _move(self, settings: Sequence[Mapping[str, Any]], clip: float | Tensor | None, mask: Tensor | None) -> None:
         groups = list(zip(settings, self.groups.parts, strict=True))
-        self._algorithm.move_(self.gradient.flat, groups, clip=clip, mask=mask)
-        self._weights.mean.write_parameters_()
+        self.algorithm.move_(self.gradient.flat, groups, clip=clip, mask=mask)
+        self.weights.mean.write_parameters_()
 
     def _update_noise(self, statistic: Tensor, mask: Tensor | None) -> None:
-        likelihood, options = self._likelihood, self._options
+        likelihood, options = self.likelihood, self.options
         before = [buffer.clone() for buffer in likelihood.buffers()] if mask is not None else []
         likelihood.update_noise_(statistic, options.num_data, options.kl_weight)
         if mask is not None:

@@ -74,10 +74,13 @@ class Table:
         if not self.columns or not self.rows:
             raise ValueError(f"the table {self.caption!r} has no columns or no rows")
 
-    def marks(self) -> list[list[bool]]:
-        """Which values of each row are the best of their column."""
-        by_column = [column.marks([row.get(column.key) for row in self.rows]) for column in self.columns]
-        return [list(marks) for marks in zip(*by_column, strict=True)]
+    def cells(self) -> list[list[tuple[str, bool]]]:
+        """Each value of each row as it is written, and whether it is the best of its column."""
+        by_column = []
+        for column in self.columns:
+            values = [row.get(column.key) for row in self.rows]
+            by_column.append(zip(map(column.text, values), column.marks(values), strict=True))
+        return [list(cells) for cells in zip(*by_column, strict=True)]
 
     def html(self) -> str:
         """As HTML, inside a box that scrolls sideways on a narrow screen."""
@@ -87,36 +90,32 @@ class Table:
             + "</th>"
             for column in self.columns
         )
-        lines = [f"<tr>{self._row(row, marks)}</tr>" for row, marks in zip(self.rows, self.marks(), strict=True)]
+        lines = [f"<tr>{self._row(cells)}</tr>" for cells in self.cells()]
         return (
             f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(self.caption)}">\n'
             f"<table>\n<caption>{html.escape(self.caption)}</caption>\n"
             f"<thead><tr>{heads}</tr></thead>\n<tbody>\n" + "\n".join(lines) + "\n</tbody>\n</table>\n</div>"
         )
 
-    def _row(self, row: Mapping[str, Cell], marks: Sequence[bool]) -> str:
-        cells = []
-        for index, (column, best) in enumerate(zip(self.columns, marks, strict=True)):
-            text = html.escape(column.text(row.get(column.key)))
+    def _row(self, cells: Sequence[tuple[str, bool]]) -> str:
+        found = []
+        for index, (column, (text, best)) in enumerate(zip(self.columns, cells, strict=True)):
+            content = html.escape(text)
             if index == 0:
-                cells.append(f'<th scope="row"{_number_class(column)}>{text}</th>')
+                found.append(f'<th scope="row"{_number_class(column)}>{content}</th>')
             else:
-                content = f'<strong title="best in this column">{text}</strong>' if best else text
-                cells.append(f"<td{_number_class(column)}>{content}</td>")
-        return "".join(cells)
-
-    def texts(self) -> list[list[str]]:
-        """The values of each row as they are written."""
-        return [[column.text(row.get(column.key)) for column in self.columns] for row in self.rows]
+                marked = f'<strong title="best in this column">{content}</strong>' if best else content
+                found.append(f"<td{_number_class(column)}>{marked}</td>")
+        return "".join(found)
 
     def rich(self) -> rich.table.Table:
         """For a terminal; the best values are bold and green."""
         drawn = rich.table.Table(title=self.caption, title_justify="left", title_style="bold")
         for column in self.columns:
             drawn.add_column(column.title, justify="left" if column.digits is None else "right")
-        for texts, marks in zip(self.texts(), self.marks(), strict=True):
-            shown = map(rich.markup.escape, texts)
-            drawn.add_row(*(f"[bold green]{t}[/]" if best else t for t, best in zip(shown, marks, strict=True)))
+        for cells in self.cells():
+            shown = [(rich.markup.escape(text), best) for text, best in cells]
+            drawn.add_row(*(f"[bold green]{text}[/]" if best else text for text, best in shown))
         return drawn
 
 

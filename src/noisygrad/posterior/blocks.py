@@ -1,6 +1,6 @@
 """A block: one or more units (layers' matrices) that share a covariance family, and its part of the flat vector."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -43,12 +43,8 @@ class Block(Span):
         """The inverse of `to_memory`."""
         return reordered(self.units, part, Unit.from_memory)
 
-    def measure(self, passes: Mapping[str, Pass], current: Statistics) -> Statistics:
-        """The statistics of one pass, for a moving average that is now `current`."""
-        return self.family.measure(self.units, passes, current)
-
     def summarise(self, unit: Unit, one: Pass, current: Statistics) -> Pass:
-        """All that `measure` wants to know of a pass through one of its units, for a moving average `current`."""
+        """What `family.measure` wants to know of a pass through one of its units, for a moving average `current`."""
         if self.family.reads == "squares":
             return SquareSummary.of(one, unit)
         if self.family.reads == "rows" or not isinstance(one, MatrixPass):

@@ -1,10 +1,24 @@
-"""Errors that say which layers they are about."""
+"""Errors that say what was given, or which layers they are about."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
+from numbers import Integral
 
 from noisygrad.families.units import Unit
 from noisygrad.kernels.factorisation import FactorisationError
+
+
+def one_of(name: str, value: str, known: Collection[str]) -> None:
+    """Raise a ValueError that names `value` if it is not among those that are known."""
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}")
+
+
+def whole_number(name: str, value: int, least: int = 1) -> int:
+    """The value, if it is an integer of at least `least`; else a ValueError that names it."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    return int(value)
 
 
 def format_names(names: Sequence[str]) -> str:

@@ -15,8 +15,7 @@ Inputs: TypeAlias = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on a device; only on the way to a GPU is it right not to wait for it. TypeError for anything else."""
-    _check(tensor)
-    return tensor.to(device, non_blocking=device.type == "cuda")
+    return _tensor(tensor).to(device, non_blocking=device.type == "cuda")
 
 
 def moved_inputs(x: Inputs, device: torch.device) -> Inputs:
@@ -38,13 +37,9 @@ class Call:
         if isinstance(x, Tensor):
             return cls((x,), {})
         if isinstance(x, Mapping):
-            for name, value in x.items():
-                _check(value, f" under {name!r}")
-            return cls((), {str(name): value for name, value in x.items()})
+            return cls((), {str(name): _tensor(value, f" under {name!r}") for name, value in x.items()})
         if isinstance(x, tuple | list) and any(isinstance(value, Tensor) for value in x):
-            for number, value in enumerate(x):
-                _check(value, f" in place {number}")
-            return cls(tuple(x), {})
+            return cls(tuple(_tensor(value, f" in place {number}") for number, value in enumerate(x)), {})
         raise _unsuitable(x)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Call:
@@ -70,11 +65,7 @@ class Call:
 
     def chosen(self, rows: slice, dim_of: Callable[[Tensor], int]) -> Call:
         """Some examples of all tensors."""
-
-        def part(tensor: Tensor) -> Tensor:
-            return tensor[(slice(None),) * dim_of(tensor) + (rows,)] if tensor.dim() else tensor
-
-        return self.map(part)
+        return self.map(lambda t: t[(slice(None),) * dim_of(t) + (rows,)] if t.dim() else t)
 
     def batches(self, size: int, dim_of: Callable[[Tensor], int]) -> Iterator[Call]:
         """So many examples at a time; where there are none, all of none."""
@@ -82,9 +73,10 @@ class Call:
             yield self.chosen(slice(first, first + size), dim_of)
 
 
-def _check(value: object, where: str = "") -> None:
+def _tensor(value: object, where: str = "") -> Tensor:
     if not isinstance(value, Tensor):
         raise _unsuitable(value, where)
+    return value
 
 
 def _unsuitable(value: object, where: str = "") -> TypeError:

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from noisygrad.archive import read_archive
+from noisygrad.archive import difference, read_archive
 from noisygrad.curvature.capture import unwrapped
 from noisygrad.families import FAMILIES
 from noisygrad.families.base import DampingMode, Prior, Statistics, TensorRecord
@@ -59,7 +59,7 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: str | None = N
     model = unwrapped(model)
     own = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     if own != header["parameters"]:
-        raise ValueError(f"{path} belongs to another model: {_difference(header['parameters'], own)}")
+        raise ValueError(f"{path} belongs to another model: parameter {difference(header['parameters'], own)}")
     buffers = dict(model.named_buffers())
     saved_buffers = _part(tensors, "buffer")
     if {n: b.shape for n, b in buffers.items()} != {n: b.shape for n, b in saved_buffers.items()}:
@@ -165,10 +165,3 @@ def _likelihood(
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{path} is damaged: its likelihood {entry!r} cannot be made ({error})") from error
     return likelihood
-
-
-def _difference(theirs: dict[str, list[int]], ours: dict[str, list[int]]) -> str:
-    for name in theirs.keys() | ours.keys():
-        if theirs.get(name) != ours.get(name):
-            return f"parameter {name!r} is {theirs.get(name, 'absent')} in the file and {ours.get(name, 'absent')} here"
-    return "the order of parameters differs"

@@ -5,8 +5,7 @@ factorised posterior do, they fit none of them: in training each draw is normali
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from noisygrad.distributed import processes
 from noisygrad.posterior.inputs import Call
+from noisygrad.posterior.modes import with_attributes
 
 
 def running_norms(model: nn.Module) -> dict[str, _BatchNorm]:
@@ -65,20 +65,7 @@ def own_statistics(
         prefix = f"{name}." if name else ""
         for buffer, start in (("running_mean", 0), ("running_var", 1), ("num_batches_tracked", 0)):
             own[prefix + buffer] = torch.full_like(buffers[prefix + buffer], start)
-    with _averaging(norms.values()):
+    with with_attributes(norms.values(), training=True, momentum=None):  # plain means over the batches they see
         for part in parts:
             forward(own, part)
     return own
-
-
-@contextmanager
-def _averaging(norms: Iterable[_BatchNorm]) -> Iterator[None]:
-    """The layers' statistics become plain means over the batches they see."""
-    before = [(norm, norm.training, norm.momentum) for norm in norms]
-    try:
-        for norm, _, _ in before:
-            norm.training, norm.momentum = True, None
-        yield
-    finally:
-        for norm, training, momentum in before:
-            norm.training, norm.momentum = training, momentum

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
-from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -25,13 +24,14 @@ from noisygrad.kernels.switches import full_precision
 from noisygrad.likelihoods import Likelihood, check_saveable
 from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.coverage import Coverage
-from noisygrad.posterior.faults import named_error
+from noisygrad.posterior.faults import named_error, whole_number
 from noisygrad.posterior.inputs import Call, Inputs, moved
+from noisygrad.posterior.modes import evaluating
 from noisygrad.posterior.normalisation import norm_batches, own_statistics, running_norms
 from noisygrad.posterior.prior import BlockPriors
-from noisygrad.posterior.structure import Structure, parameter_order
+from noisygrad.posterior.structure import Structure
 from noisygrad.posterior.summary import Summary, summary_of
-from noisygrad.posterior.weights import FlatWeights, evaluating
+from noisygrad.posterior.weights import FlatWeights, parameter_order
 from noisygrad.predictions import Prediction
 from noisygrad.priors import FittedPrior
 
@@ -103,7 +103,7 @@ class Posterior:
 
     def sample(self, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """One draw of the weights as parameter name → tensor; a point estimate gives its mean."""
-        return self._as_dict(self._draw(generator))
+        return FlatWeights(self.structure, self._draw(generator)).as_dict()
 
     def _draw(self, generator: torch.Generator | None) -> Tensor:
         noise = torch.empty_like(self._mean.flat).normal_(generator=generator)
@@ -219,7 +219,7 @@ class Posterior:
         norm_data: Inputs | None = None,
     ) -> Tensor:
         """E_q of the negative log-likelihood per datum (not that of the predictive mixture), per replica."""
-        num_samples = _positive("num_samples", num_samples)
+        num_samples = whole_number("num_samples", num_samples)
         device = self._mean.flat.device
         total, count = torch.zeros(self.structure.replicas, device=device), 0
         with evaluating(self.model):
@@ -271,9 +271,9 @@ class Posterior:
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """The network's raw outputs for each draw, `[num_samples, *replicas, batch, ...]`; else as `predict`."""
-        num_samples = _positive("num_samples", num_samples) if self._precisions else 1
+        num_samples = whole_number("num_samples", num_samples) if self._precisions else 1
         call, device = Call.of(x), self._mean.flat.device
-        size = None if batch_size is None else _positive("batch_size", batch_size)
+        size = None if batch_size is None else whole_number("batch_size", batch_size)
         parts = [call] if size is None else list(call.batches(size, self._examples_dim))
         lead = len(self.structure.replicas)
         with evaluating(self.model):
@@ -292,7 +292,7 @@ class Posterior:
             norms = running_norms(self.model)
             parts = norm_batches(Call.of(norm_data), batch_size, self._examples_dim)
         for _ in range(count):
-            weights, buffers = self._as_dict(self._draw(generator)), self._buffers
+            weights, buffers = self.sample(generator), self._buffers
             if norms:
                 here = (part.moved(self._mean.flat.device) for part in parts)
                 buffers = own_statistics(norms, buffers, here, partial(self._forward, weights))
@@ -306,9 +306,6 @@ class Posterior:
         if not isinstance(output, Tensor):
             raise TypeError(f"the model must return one tensor, got {type(output).__name__}")
         return output
-
-    def _as_dict(self, flat: Tensor) -> dict[str, Tensor]:
-        return FlatWeights(self.structure, flat).as_dict()
 
     def _sum(self, values: Iterable[Tensor]) -> Tensor:
         return torch.stack(list(values)).sum(dim=0)
@@ -339,9 +336,3 @@ class Posterior:
             "blocks": [{"name": b.name, "prior": priors[b.name].settings(), "size": b.size} for b in blocks],
         }
         write_archive(path, "posterior", header, tensors)
-
-
-def _positive(name: str, value: int) -> int:
-    if not isinstance(value, Integral) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-    return int(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -67,20 +67,15 @@ class BlockPriors:
 
     def to_memory(self, structure: Structure) -> BlockPriors:
         """The same in the order of a structure's memory."""
-        return self._moved(structure, Block.to_memory, structure.to_memory)
+        return self._moved(structure, lambda owner, tensor: owner.to_memory(tensor))
 
     def from_memory(self, structure: Structure) -> BlockPriors:
         """The inverse of `to_memory`."""
-        return self._moved(structure, Block.from_memory, structure.from_memory)
+        return self._moved(structure, lambda owner, tensor: owner.from_memory(tensor))
 
-    def _moved(
-        self, structure: Structure, move: Callable[[Block, Tensor], Tensor], move_all: Callable[[Tensor], Tensor]
-    ) -> BlockPriors:
-        blocks = dict(self.blocks)
-        for block in structure.blocks:
-            if block.follows_memory:
-                blocks[block.name] = blocks[block.name].map(lambda tensor, block=block: move(block, tensor))
-        return BlockPriors(move_all(self.mean), blocks)
+    def _moved(self, structure: Structure, move: Callable[[Block | Structure, Tensor], Tensor]) -> BlockPriors:
+        moved = {b.name: self.blocks[b.name].map(partial(move, b)) for b in structure.blocks if b.follows_memory}
+        return BlockPriors(move(structure, self.mean), self.blocks | moved)
 
     def scaled(self, factor: float) -> dict[str, Prior]:
         """Γ of each block: the precision in units of the Fisher, for `factor` = λ/N."""

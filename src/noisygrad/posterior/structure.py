@@ -7,9 +7,8 @@ or more units (layers' matrices) that share a covariance family; `Block.vector` 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -106,17 +105,14 @@ class Structure:
         for block in self.blocks:
             if statistics and block.name in statistics:
                 notes |= block.family.notes(block.units, statistics[block.name])
-        rows = [(slot.parameter, self._row(block, unit, slot, notes)) for block, unit, slot in self._slots()]
-        order = {name: index for index, name in enumerate(self.parameters)}
-        rows.sort(key=lambda row: order[row[0]])
+        order = list(self.parameters)
+        slots = [(block, unit, slot) for block in self.blocks for unit in block.units for slot in unit.slots]
+        slots.sort(key=lambda found: order.index(found[2].parameter))
         frozen = [
             (name, "×".join(map(str, parameter.shape)), "frozen", "requires_grad is False")
             for name, parameter in self.frozen.items()
         ]
-        return Coverage((*(row for _, row in rows), *frozen))
-
-    def _slots(self) -> Iterator[tuple[Block, Unit, Slot]]:
-        return ((block, unit, slot) for block in self.blocks for unit in block.units for slot in unit.slots)
+        return Coverage((*(self._row(*found, notes) for found in slots), *frozen))
 
     def _row(self, block: Block, unit: Unit, slot: Slot, notes: Mapping[str, str]) -> tuple[str, str, str, str]:
         """One line of the table of coverage: parameter, shape, block, why."""
@@ -213,17 +209,3 @@ def copied(tensor: Tensor, owner: Structure | Block | None) -> Tensor:
     """A copy with every parameter row by row, of a tensor whose numbers lie as its owner says, if it has one."""
     moved = tensor if owner is None else owner.from_memory(tensor)
     return moved.detach().clone() if moved is tensor else moved.detach()
-
-
-def parameter_order(structure: Structure) -> Tensor:
-    """For each entry of `torch.nn.utils.parameters_to_vector`, where it lies in the flat vector (one replica)."""
-    where = torch.arange(structure.size)
-    lead = len(structure.replicas)
-    places = {name: torch.empty(shape[lead:], dtype=torch.long) for name, shape in structure.shapes.items()}
-    for block in structure.blocks:
-        start = block.start
-        for unit in block.units:
-            for slot, view in unit.views(where[start : start + unit.size], structure.shapes):
-                slot.of(places[slot.parameter], 0).copy_(view)
-            start += unit.size
-    return torch.cat([place.reshape(math.prod(place.shape)) for place in places.values()])

@@ -8,12 +8,11 @@ agree, as with replicas, there is a staging copy in between, one gather away.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from noisygrad.posterior.structure import Structure
 
@@ -120,7 +119,7 @@ class FlatWeights:
             start += unit.size
 
     @cached_property
-    def _parameters(self) -> ParameterViews:
+    def parameters(self) -> ParameterViews:
         """Made where they are first needed: they keep the parameters' memory alive."""
         return ParameterViews(self._structure) if self._shared is None else self._shared
 
@@ -136,56 +135,43 @@ class FlatWeights:
         flat = torch.zeros(*structure.replicas, structure.size, dtype=dtype, device=device)
         return cls(structure, flat, parameters)
 
-    def find_parameters(self) -> None:
-        """Notice parameters that were moved in memory since: `ParameterViews.generation` then counts."""
-        self._parameters.current()
-
     def read_parameters_(self) -> None:
         """Parameters → flat."""
-        self._read_(self._parameters.current(), self._places())
+        self._read_(self.parameters.current(), self._places())
 
     def write_parameters_(self) -> None:
         """Flat → parameters, in place."""
-        staging = self._parameters.staging(self.flat, self._views)
+        staging = self.parameters.staging(self.flat, self._views)
         views = self._views if staging is None else staging.filled_from(self.flat)
-        torch._foreach_copy_(self._parameters.known, views)
+        torch._foreach_copy_(self.parameters.known, views)
         torch.clear_autocast_cache()  # else a region of autocast goes on with narrow copies of other weights
 
     def read_gradients_(self) -> None:
         """Gradients of the parameters → flat; a parameter without one counts as zero."""
         gradients = [self._structure.parameters[slot.parameter].grad for slot in self._slots]
         places = self._places()
-        if any(
-            gradient is None or gradient.is_sparse or slot.rows
-            for gradient, slot in zip(gradients, self._slots, strict=True)
-        ):
-            gradients, places = self._usual_gradients(gradients, places)
+        if any(g is None or g.is_sparse or slot.rows for g, slot in zip(gradients, self._slots, strict=True)):
+            kept: list[tuple[Tensor, Tensor]] = []
+            for slot, place, gradient in zip(self._slots, places, gradients, strict=True):
+                if gradient is None:
+                    place.zero_()
+                elif gradient.is_sparse:
+                    raise ValueError(f"parameter {slot.parameter!r} has a sparse gradient, which is not supported")
+                else:
+                    kept.append((slot.of(gradient, self._lead), place))
+            gradients, places = [gradient for gradient, _ in kept], [place for _, place in kept]
         self._read_(gradients, places)  # type: ignore[arg-type]
 
     def _places(self) -> list[Tensor]:
         """Where parameters and their gradients are copied to: here, or where they are gathered from."""
-        staging = self._parameters.staging(self.flat, self._views)
+        staging = self.parameters.staging(self.flat, self._views)
         return self._views if staging is None else staging.views
 
     def _read_(self, tensors: list[Tensor], places: list[Tensor]) -> None:
         if places:
             torch._foreach_copy_(places, tensors)
-        if (staging := self._parameters.staging(self.flat, self._views)) is not None:
+        if (staging := self.parameters.staging(self.flat, self._views)) is not None:
             staging.copy_to_(self.flat)
-
-    def _usual_gradients(
-        self, gradients: Sequence[Tensor | None], places: Sequence[Tensor]
-    ) -> tuple[list[Tensor | None], list[Tensor]]:
-        """Gradients and places where some are missing or belong to a part of a parameter."""
-        kept: list[tuple[Tensor, Tensor]] = []
-        for slot, place, gradient in zip(self._slots, places, gradients, strict=True):
-            if gradient is None:
-                place.zero_()
-            elif gradient.is_sparse:
-                raise ValueError(f"parameter {slot.parameter!r} has a sparse gradient, which is not supported")
-            else:
-                kept.append((slot.of(gradient, self._lead), place))
-        return [gradient for gradient, _ in kept], [place for _, place in kept]
 
     def as_dict(self, *, like_parameters: bool = True) -> dict[str, Tensor]:
         """A copy as parameter name → tensor, in the parameters' dtype unless `like_parameters` is off."""
@@ -217,13 +203,9 @@ class FlatWeights:
         return rounded
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; every module's own mode again outside."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
+def parameter_order(structure: Structure) -> Tensor:
+    """For each entry of `torch.nn.utils.parameters_to_vector`, where it lies in the flat vector (one replica)."""
+    where = torch.arange(structure.size).expand(*structure.replicas, -1).contiguous()
+    first = (0,) * len(structure.replicas)
+    places = FlatWeights(structure, where).as_dict(like_parameters=False)
+    return torch.cat([place[first].flatten().cpu() for place in places.values()])

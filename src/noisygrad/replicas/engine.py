@@ -201,9 +201,10 @@ class _Stepper:
             return _CompiledOrPlain(whole, piece, dict(_tensors_in(vars(engine.learner))))
 
         learner = engine.learner
-        self._whole = None
         if learner.refresh_traceable and learner.refresh_every == 1:
-            self._whole = prepared(engine.gather, built(engine.whole_step))
+            self._advance = prepared(engine.gather, built(engine.whole_step))
+            self._refresh: Callable[[], None] = lambda: None
+            self._move: Callable[[], None] = lambda: None
             return
         self._advance = prepared(engine.gather, built(engine.advance))
         self._refresh = prepared(built(learner.refresh_)) if learner.refresh_traceable else learner.refresh_
@@ -212,9 +213,6 @@ class _Stepper:
         self._move = prepared(built(learner.move_)) if moves else learner.move_
 
     def step(self, refresh: bool) -> None:
-        if self._whole is not None:
-            self._whole()
-            return
         self._advance()
         if refresh:
             self._refresh()

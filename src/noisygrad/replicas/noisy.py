@@ -25,7 +25,9 @@ from noisygrad.families.kl import kl_divergence
 from noisygrad.families.units import Slot, Unit
 from noisygrad.kernels.products import second_moment
 from noisygrad.likelihoods import Gaussian
+from noisygrad.optim.options import fraction, not_negative, positive
 from noisygrad.posterior.blocks import Block
+from noisygrad.posterior.faults import one_of, whole_number
 from noisygrad.replicas.perceptrons import Perceptrons
 from noisygrad.replicas.variational import VariationalLearner
 
@@ -52,24 +54,18 @@ class NoisySettings:
     """Whether weights are drawn; without, it is a point estimate by K-FAC or natural Adam."""
 
     def __post_init__(self) -> None:
-        for name in ("lr", "kl_weight", "prior_variance", "mc_samples", "factor_every", "kl_clip"):
-            value = getattr(self, name)
-            if (name, value) != ("kl_clip", None) and not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} must be positive and finite; got {value!r}")
+        for name in ("lr", "kl_weight", "prior_variance"):
+            positive(name, getattr(self, name))
+        if self.kl_clip is not None:
+            positive("kl_clip", self.kl_clip)
         for name in ("mc_samples", "factor_every"):
-            if not isinstance(getattr(self, name), int):
-                raise ValueError(f"{name} must be an integer; got {getattr(self, name)!r}")
-        choices = {"family": FAMILIES, "damping_mode": get_args(DampingMode), "fisher_start": get_args(FisherStart)}
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}")
-        if self.damping_mode not in (modes := family_named(self.family).damping_modes):
-            raise ValueError(f"the {self.family} family has damping_mode {', '.join(modes)}; got {self.damping_mode!r}")
-        if not 0 <= self.momentum < 1 or not 0 <= self.fisher_decay < 1 or not self.damping >= 0:
-            raise ValueError(
-                "momentum and fisher_decay must lie in [0, 1) and damping be at least 0; got "
-                f"{self.momentum!r}, {self.fisher_decay!r}, {self.damping!r}"
-            )
+            whole_number(name, getattr(self, name))
+        for name in ("momentum", "fisher_decay"):
+            fraction(name, getattr(self, name))
+        not_negative("damping", self.damping)
+        one_of("family", self.family, FAMILIES)
+        one_of("damping_mode", self.damping_mode, family_named(self.family).damping_modes)
+        one_of("fisher_start", self.fisher_start, get_args(FisherStart))
 
     def learner(
         self, network: Perceptrons, likelihood: Gaussian, *, num_data: int, generators: Sequence[torch.Generator]
@@ -117,10 +113,9 @@ class NoisyLearner(VariationalLearner):
         self._scale = math.sqrt(units)
         blocks = blocks_of(network, settings.family, self.replicas, noise=settings.noise)
         self._units = [unit for block in blocks for unit in block.units]
-        like = torch.empty(0, dtype=dtype, device=self.device)
         # Whole tensors: the first compiled steps are compared with eager ones, and all that they see is written back.
         self._priors = {
-            block.name: block.prior(lambda name: gamma, like).map(lambda tensor: tensor.contiguous())
+            block.name: block.prior(lambda name: gamma, self.mean).map(lambda tensor: tensor.contiguous())
             for block in blocks
         }
         self.covariance = Covariance(
@@ -173,8 +168,8 @@ class NoisyLearner(VariationalLearner):
         passes = {
             unit.name: MatrixPass(a, g, constant=False) for unit, a, g in zip(self._units, rows, of_model, strict=True)
         }
-        fisher = self.covariance.fisher
-        measured = {block.name: block.measure(passes, fisher.statistics[block.name]) for block in fisher.blocks}
+        current = self.covariance.statistics
+        measured = {b.name: b.family.measure(b.units, passes, current[b.name]) for b in self.covariance.blocks}
         self._algorithm.measure_(measured, (1.0 - self.settings.fisher_decay) * self.anneal)
         self.steps.add_(1.0)
         self.update_noise_(errors)

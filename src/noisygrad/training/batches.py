@@ -42,12 +42,13 @@ class TensorBatches:
         self._replicas = torch.Size(replicas)
         self.num_data = _examples(x, y, self._replicas)
         self.batch_size = self.num_data if batch_size is None else min(batch_size, self.num_data)
-        self._shuffle = shuffle
+        self._shuffle, self.generator = shuffle, None
+        self.settings = {"batch_size": self.batch_size, "num_data": self.num_data}
+        self.settings |= {"shuffle": shuffle, "drop_last": drop_last}
         self._x = _in_rows(x, self._replicas, self.num_data, least_dims=self._lead + 2)
         self._y = _in_rows(y, self._replicas, self.num_data, least_dims=self._lead + 1)
         self.device = x.device
-        whole, rest = divmod(self.num_data, self.batch_size)
-        self._length = whole if drop_last or rest == 0 else whole + 1
+        self._length = (math.floor if drop_last else math.ceil)(self.num_data / self.batch_size)
 
     def __len__(self) -> int:
         """How many batches an epoch has."""
@@ -97,9 +98,8 @@ class LoaderBatches:
     """Batches of a DataLoader, or of any other iterable of pairs, moved to the device."""
 
     def __init__(self, loader: Iterable[Any], device: torch.device, lead: int) -> None:
-        self._loader = loader
-        self._lead = lead
-        self.device = device
+        self._loader, self._lead, self.device = loader, lead, device
+        self.settings: dict[str, Any] = {}
         self.generator = getattr(loader, "generator", None)
         if hasattr(loader, "__next__"):
             raise ValueError(
@@ -134,7 +134,7 @@ def _examples(x: Tensor, y: Tensor, replicas: torch.Size) -> int:
     lead = len(replicas)
     shared = lead > 0 and not (x.dim() >= lead + 2 and x.shape[:lead] == replicas)
     if x.dim() < 1 or y.dim() < 1 or (shared and x.dim() != 2):
-        expected = "[N, ...]" if not lead else f"[N, features] or {_shape(replicas, 'N, ...')}"
+        expected = f"[N, features] or [{', '.join(map(str, replicas))}, N, ...]" if lead else "[N, ...]"
         raise ValueError(f"x must be {expected} and y have one row per example; got {_shapes(x, y)}")
     count = x.shape[0] if shared else x.shape[lead]
     fits = y.shape[0] == count or (lead > 0 and y.dim() > lead and y.shape[: lead + 1] == (*replicas, count))
@@ -158,18 +158,9 @@ def _shapes(x: Tensor, y: Tensor) -> str:
     return f"x {list(x.shape)}, y {list(y.shape)}"
 
 
-def _shape(replicas: torch.Size, rest: str) -> str:
-    return f"[{', '.join(map(str, replicas))}, {rest}]"
-
-
 def _unsuitable(batch: Any) -> ValueError:
+    parts = f" of {', '.join(type(item).__name__ for item in batch)}" if isinstance(batch, tuple | list) else ""
     return ValueError(
         "data must yield pairs of tensors (x, y), where x may be several in a tuple or a dictionary; it yielded "
-        f"{_described(batch)}. Let the loader collate its batches so"
+        f"a {type(batch).__name__}{parts}. Let the loader collate its batches so"
     )
-
-
-def _described(batch: Any) -> str:
-    if isinstance(batch, tuple | list):
-        return f"a {type(batch).__name__} of {', '.join(type(item).__name__ for item in batch)}"
-    return f"a {type(batch).__name__}"

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from noisygrad.archive import read_archive, write_archive
+from noisygrad.archive import difference, read_archive, write_archive
 
 FORMAT = 1
 _MARK = "\0"
@@ -77,7 +77,12 @@ def load_checkpoint(
         if part is not None and name not in state:
             raise CheckpointError(f"{path} holds no state of the {name}: it was saved without `{name}=`")
     if model is not None:
-        _check_model(path, model, state["model"])
+        own, theirs = (
+            {name: tuple(t.shape) for name, t in tensors.items() if isinstance(t, Tensor)}
+            for tensors in (model.state_dict(), state["model"])
+        )
+        if own != theirs:
+            raise CheckpointError(f"{path} belongs to another model: {difference(theirs, own)}")
     for name in ("optimizer", "scheduler"):
         part = parts[name]
         if part is None:
@@ -90,17 +95,6 @@ def load_checkpoint(
         model.load_state_dict(state["model"])
     extra: dict[str, Any] = state["extra"]
     return extra
-
-
-def _check_model(path: str | Path, model: nn.Module, saved: dict[str, Any]) -> None:
-    own = {name: tuple(t.shape) for name, t in model.state_dict().items() if isinstance(t, Tensor)}
-    theirs = {name: tuple(t.shape) for name, t in saved.items() if isinstance(t, Tensor)}
-    for name in sorted(own.keys() | theirs.keys()):
-        if own.get(name) != theirs.get(name):
-            raise CheckpointError(
-                f"{path} belongs to another model: {name!r} is {theirs.get(name, 'absent')} in the file and "
-                f"{own.get(name, 'absent')} here"
-            )
 
 
 def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
@@ -116,7 +110,9 @@ def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
-        pairs = [[_key(key, place), _encode(item, f"{place}/{key}", tensors)] for key, item in value.items()]
+        if wrong := [key for key in value if not isinstance(key, str | int | float | bool)]:
+            raise TypeError(f"a checkpoint's dictionaries have strings or numbers as keys; {place} has {wrong[0]!r}")
+        pairs = [[key, _encode(item, f"{place}/{key}", tensors)] for key, item in value.items()]
         if isinstance(value, Counter):
             return {_MARK + "counter": pairs}
         if all(isinstance(key, str) and not key.startswith(_MARK) for key in value):
@@ -128,12 +124,6 @@ def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     raise TypeError(
         f"a checkpoint holds tensors, numbers, strings, lists and dictionaries; {place} is a {type(value).__name__}"
     )
-
-
-def _key(key: Any, place: str) -> Any:
-    if not isinstance(key, str | int | float | bool):
-        raise TypeError(f"a checkpoint's dictionaries have strings or numbers as keys; {place} has {key!r}")
-    return key
 
 
 def _decode(value: Any, tensors: dict[str, Tensor]) -> Any:

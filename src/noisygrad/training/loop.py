@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,11 +17,12 @@ from torch import Tensor, nn
 
 from noisygrad.distributed import all_gather_object, processes
 from noisygrad.optim import NoisyOptimizer
+from noisygrad.optim.draw import seeds_of
+from noisygrad.posterior.faults import whole_number
 from noisygrad.posterior.inputs import Call, Inputs
 from noisygrad.training.batches import Data, LoaderBatches, TensorBatches
 from noisygrad.training.checkpoint import (
     CheckpointError,
-    Stateful,
     load_checkpoint,
     random_state,
     save_checkpoint,
@@ -83,22 +85,16 @@ def train(
         ValueError: Where an argument or a shape is wrong; `CheckpointError` where the checkpoint is of another run.
     """
     for name, value in (("epochs", epochs), ("checkpoint_every", checkpoint_every), ("batch_size", batch_size)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if value is not None:
+            whole_number(name, value)
     if schedule_every not in ("epoch", "step"):
         raise ValueError(f'schedule_every must be "epoch" or "step", got {schedule_every!r}')
-    model = _model(optimizer, model)
-    if step is None:
-        step = _noisy_step(optimizer, model)
+    model, step = _called(optimizer, model, step)
     replicas = optimizer.structure.replicas if isinstance(optimizer, NoisyOptimizer) else ()
     device = next(model.parameters()).device
     batches = _batches(data, batch_size, replicas, shuffle, drop_last, device)
-    known: dict[str, Any] = {}
-    if isinstance(batches, TensorBatches):
-        known = {"batch_size": batches.batch_size, "num_data": batches.num_data}
-        known |= {"shuffle": shuffle, "drop_last": drop_last}
-
-    run = _Run(optimizer, model, scheduler, batches, known, dict(settings or {}), _seeds(seed, replicas))
+    states = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    run = _Run(states, batches, dict(settings or {}), _seeds(seed, replicas))
     history = History()
     if checkpoint is not None and resume and Path(checkpoint).is_file():
         history = run.load(Path(checkpoint), seed is not None, epochs)
@@ -146,37 +142,34 @@ def _epoch(
     return float(total) / examples
 
 
+@dataclass
 class _Run:
     """What a checkpoint of a run holds."""
 
-    def __init__(
-        self,
-        optimizer: Stateful,
-        model: nn.Module,
-        scheduler: Stateful | None,
-        batches: TensorBatches | LoaderBatches,
-        settings: dict[str, Any],
-        own: dict[str, Any],
-        seeds: list[int],
-    ) -> None:
-        self._states: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-        self._device = batches.device
-        loader = batches.generator if isinstance(batches, LoaderBatches) else None
-        self._generators: dict[str, list[torch.Generator]] = {
-            "optimizer": list(optimizer.generators) if isinstance(optimizer, NoisyOptimizer) else [],
+    states: dict[str, Any]
+    """The model, the optimiser and the scheduler."""
+    batches: TensorBatches | LoaderBatches
+    own: dict[str, Any]
+    """Settings that the user gave."""
+    seeds: list[int]
+
+    @property
+    def generators(self) -> dict[str, Sequence[torch.Generator]]:
+        """What numbers are drawn from, but for torch's own generators."""
+        optimizer, loader = self.states["optimizer"], self.batches.generator
+        return {
+            "optimizer": optimizer.generators if isinstance(optimizer, NoisyOptimizer) else [],
             "loader": [] if loader is None else [loader],
         }
-        self._settings, self._own = settings, own
-        self.seeds = seeds
 
     def random(self) -> dict[str, Any]:
         """The states of all that this process draws numbers from."""
-        own = {name: [generator.get_state() for generator in some] for name, some in self._generators.items()}
-        return {**own, "torch": random_state(self._device)}
+        own = {name: [generator.get_state() for generator in some] for name, some in self.generators.items()}
+        return {**own, "torch": random_state(self.batches.device)}
 
     def save(self, path: Path, history: History, random: list[dict[str, Any]]) -> None:
-        extra = {"history": history.to_dict(), "seeds": self.seeds, "settings": self._settings, "random": random}
-        save_checkpoint(path, **self._states, extra={**extra, "own": self._own})
+        extra = {"history": history.to_dict(), "seeds": self.seeds, "settings": self.batches.settings, "own": self.own}
+        save_checkpoint(path, **self.states, extra={**extra, "random": random})
 
     def load(self, path: Path, seeded: bool, epochs: int) -> History:
         try:
@@ -187,17 +180,17 @@ class _Run:
             raise CheckpointError(f"{path} was not saved by `train`; load it with `load_checkpoint`")
         if not isinstance(extra["random"], list):
             raise CheckpointError(f"{path} was saved by an earlier noisygrad; delete it to start afresh")
-        ours: dict[str, Any] = {**self._settings, **({"seed": self.seeds} if seeded else {})}
+        ours: dict[str, Any] = {**self.batches.settings, **({"seed": self.seeds} if seeded else {})}
         theirs = {**extra["settings"], "seed": extra["seeds"]}
         _compare(path, ours, {name: theirs.get(name) for name in ours})
-        _compare(path, self._own, extra.get("own", {}))
+        _compare(path, self.own, extra.get("own", {}))
         history = History.from_dict(extra["history"])
         if history.epochs > epochs:
             raise CheckpointError(
                 f"{path} has {history.epochs} epochs, more than the {epochs} of this run: give as many, or delete it "
                 "(or give resume=False) to start afresh"
             )
-        load_checkpoint(path, **self._states)
+        load_checkpoint(path, **self.states)
         self.seeds = list(extra["seeds"])
         self._set_random(extra["random"])
         return history
@@ -207,8 +200,8 @@ class _Run:
         here = processes()
         same = len(saved) == here.size
         states = saved[here.rank if same else 0]
-        set_random_state(states["torch"], self._device)
-        for name, generators in self._generators.items():
+        set_random_state(states["torch"], self.batches.device)
+        for name, generators in self.generators.items():
             if same or name != "optimizer":  # whose own state has seen to it that no two draw the same
                 for generator, state in zip(generators, states[name], strict=False):
                     generator.set_state(state.cpu())
@@ -223,27 +216,26 @@ def _compare(path: Path, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> 
             )
 
 
-def _model(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> nn.Module:
-    if model is not None:
-        return model
+def _called(
+    optimizer: NoisyOptimizer | torch.optim.Optimizer, model: nn.Module | None, step: Step | None
+) -> tuple[nn.Module, Step]:
+    """The model and the step; those of a noisy optimiser, where they are not given."""
     if isinstance(optimizer, NoisyOptimizer):
-        return optimizer.module
-    raise ValueError(f"a {type(optimizer).__name__} does not know its model: give `model` and `step`")
+        own = optimizer.module if model is None else model
 
+        def noisy_step(x: Inputs, y: Tensor) -> Tensor:
+            call = Call.of(x)
+            return optimizer.step(lambda: (call(own), y))
 
-def _noisy_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> Step:
-    if not isinstance(optimizer, NoisyOptimizer):
+        return own, noisy_step if step is None else step
+    if model is None:
+        raise ValueError(f"a {type(optimizer).__name__} does not know its model: give `model` and `step`")
+    if step is None:
         raise ValueError(
             f"a {type(optimizer).__name__} does not know its loss: give `step`, a function from a batch (x, y) to the "
             "loss that also makes the step"
         )
-    noisy = optimizer
-
-    def step(x: Inputs, y: Tensor) -> Tensor:
-        call = Call.of(x)
-        return noisy.step(lambda: (call(model), y))
-
-    return step
+    return model, step
 
 
 def _batches(
@@ -271,9 +263,7 @@ def _batches(
 
 def _seeds(seed: int | Sequence[int] | None, replicas: Sequence[int]) -> list[int]:
     count = max(1, torch.Size(replicas).numel())
-    if seed is None:
-        seed = int(torch.randint(2**62, ()).item())
-    seeds = [seed + index for index in range(count)] if isinstance(seed, int) else [int(value) for value in seed]
-    if len(seeds) != count or min(seeds) < 0:
+    seeds = seeds_of(seed, count)
+    if min(seeds) < 0:
         raise ValueError(f"seed must be an integer of at least 0, or {count} of them, one per replica; got {seed!r}")
     return seeds

@@ -20,25 +20,19 @@ _LINES = 20
 
 
 class Reporter(ExitStack):
-    """Says nothing; what the others are derived from."""
+    """Hands each epoch to a function, if there is one; what the others are derived from."""
+
+    def __init__(self, function: Callable[[EpochRecord], None] | None = None) -> None:
+        super().__init__()
+        self._function = function
 
     def within(self, epochs: float) -> None:
         """So many epochs are done, in part; called after every batch, so it must cost nothing."""
 
     def finished(self, record: EpochRecord) -> None:
         """An epoch is done."""
-
-
-class CallReporter(Reporter):
-    """Hands each epoch to a function."""
-
-    def __init__(self, function: Callable[[EpochRecord], None]) -> None:
-        super().__init__()
-        self._function = function
-
-    def finished(self, record: EpochRecord) -> None:
-        """An epoch is done."""
-        self._function(record)
+        if self._function is not None:
+            self._function(record)
 
 
 class Bar(Reporter):
@@ -100,7 +94,7 @@ class Lines(Reporter):
 def reporter(show: Show, epochs: int, done: int = 0) -> Reporter:
     """What shows the progress of `epochs` epochs, of which `done` were done before."""
     if callable(show):
-        return CallReporter(show)
+        return Reporter(show)
     if show is not None and not isinstance(show, bool):
         raise ValueError(f"progress must be True, False, None or a function of an EpochRecord; got {show!r}")
     if show is False:

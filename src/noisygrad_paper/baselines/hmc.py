@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from noisygrad.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
-from noisygrad.posterior.weights import evaluating
+from noisygrad.posterior.modes import evaluating
 from noisygrad.priors import PriorVariance, check_patterns, check_prior_variance, is_improper, prior_precision
 from noisygrad_paper.baselines.hmc_posterior import HMCPosterior, HMCSettings, wide
 from noisygrad_paper.extras import require

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from noisygrad.likelihoods import Gaussian, Likelihood
-from noisygrad.posterior.weights import evaluating
+from noisygrad.posterior.modes import evaluating
 from noisygrad.predictions import Prediction, RegressionPrediction
 
 _AT_ONCE = {"cpu": 100_000, "cuda": 1_000_000}

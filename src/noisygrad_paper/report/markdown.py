@@ -8,10 +8,7 @@ from noisygrad.pages.tables import Table
 
 def markdown(table: Table) -> str:
     """The table with its best values in bold; the caption is left to the text around it."""
-    lines = [
-        [f"**{plain(text)}**" if best else plain(text) for text, best in zip(texts, marks, strict=True)]
-        for texts, marks in zip(table.texts(), table.marks(), strict=True)
-    ]
+    lines = [[f"**{plain(text)}**" if best else plain(text) for text, best in cells] for cells in table.cells()]
     return markdown_rows([column.title for column in table.columns], lines)
 
 
