@@ -72,12 +72,6 @@ def _whole(bands: Sequence[Tensor], above: Callable[[Tensor], Tensor] | None) ->
     return whole
 
 
-def fill_(bands: Sequence[Tensor], matrix: Tensor) -> None:
-    """Overwrite the bands in place from a whole matrix, which may be on another device."""
-    for start, stop, band in _places(bands):
-        band.copy_(matrix[..., start:, start:stop])
-
-
 def diagonal(bands: Sequence[Tensor]) -> Tensor:
     """The diagonal, `[..., d]`."""
     parts = [band.diagonal(dim1=-2, dim2=-1) for band in bands]
