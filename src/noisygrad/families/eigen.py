@@ -220,12 +220,6 @@ class Eigen(kronecker.Kronecker):
         moments = one.input_moment(), one.output_moment()
         return Statistics(*moments, current.left, current.right, squares / one.examples)
 
-    def unmeasured(self, current: base.Statistics) -> Statistics:
-        """S = 0 and R = 0, and A as it was."""
-        assert isinstance(current, Statistics)
-        zeros = {name: torch.zeros_like(getattr(current, name)) for name in ("outputs", "fisher")}
-        return dataclasses.replace(current, inputs=current.inputs.clone(), **zeros)
-
     def cost(self, units: Sequence[Unit]) -> float:
         """Some ten Cholesky factorisations of each factor."""
         return 10.0 * super().cost(units)

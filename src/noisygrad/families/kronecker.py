@@ -246,15 +246,6 @@ class Kronecker(Family):
         measured: base.Statistics = passes[unit.name].moments()
         return measured
 
-    def unmeasured(self, current: base.Statistics) -> base.Statistics:
-        """S = 0, and A as it was."""
-        nothing = current.map(torch.zeros_like)
-        before = current.tensors()
-        for name, tensor in nothing.tensors().items():
-            if name.startswith("inputs"):
-                tensor.copy_(before[name])
-        return nothing
-
     def prior(self, span: Span, precision_of: PrecisionOf, like: Tensor) -> Prior:
         (unit,) = span.units
         return Prior.from_columns(column_precisions(unit, span, precision_of, like), unit.outputs)
