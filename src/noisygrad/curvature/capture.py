@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from noisygrad.curvature.registry import Layer, known_layer
-from noisygrad.curvature.verification import needs_verification, verify_layer
+from noisygrad.curvature.registry import Layer, find_layer
+from noisygrad.curvature.verification import verify_layer
 from noisygrad.families.units import Unit
 from noisygrad.kernels.switches import Switch
 
@@ -57,7 +57,8 @@ class Capture:
     """
 
     def __init__(self, layers: dict[nn.Module, list[Unit]]) -> None:
-        self._layers = [(module, units, known_layer(module)) for module, units in layers.items() if units]
+        known = ((module, units, find_layer(module)) for module, units in layers.items())
+        self._layers = [(module, units, layer) for module, units, layer in known if units and layer is not None]
         self._node_handles: list[RemovableHandle] = []
         self._patched: list[tuple[nn.Module, Any]] = []
         self._records: list[Record] = []
@@ -104,7 +105,6 @@ class Capture:
     def _recorded(self, module: nn.Module, units: Sequence[Unit], layer: Layer, own: Any) -> Callable[..., Any]:
         """A method to replace the module's `forward`, or the replacement that somebody else had set."""
         usual = module.forward
-        unverified = layer.forward is None and not layer.builtin and needs_verification(module)
         if layer.forward is not None:
             recorded = layer.forward(module, self._part_recorder(module, units, layer))
         else:
@@ -112,7 +112,7 @@ class Capture:
             def recorded(*args: Any, **kwargs: Any) -> Any:
                 output = usual(*args, **kwargs)
                 inputs = args[0] if args else next(iter(kwargs.values()))
-                if unverified and torch.is_grad_enabled():
+                if not layer.builtin and torch.is_grad_enabled():
                     verify_layer(module, layer, units, usual, args, kwargs)
                 for unit in units:
                     output = self._record(unit, module, layer, inputs, output)

@@ -25,11 +25,6 @@ COARSE_TOLERANCE = 0.1
 _VERIFIED: WeakSet[nn.Module] = WeakSet()
 
 
-def needs_verification(module: nn.Module) -> bool:
-    """Whether a user's layer has not been compared with autograd yet."""
-    return module not in _VERIFIED
-
-
 def verify_layer(
     module: nn.Module,
     layer: Layer,
@@ -46,7 +41,7 @@ def verify_layer(
     Raises:
         ValueError: they differ, which says that the layer is not what it was registered as.
     """
-    if capturing() or module in _VERIFIED:
+    if module in _VERIFIED or capturing():
         return
     call = _Call(module, layer, units, forward, args, kwargs)
     dim = len(units[0].replicas) + units[0].sequence_first
