@@ -156,7 +156,7 @@ class ConvolutionPass(PatchedPass):
     def moments(self) -> Statistics:
         """A and S. A large A is stored as bands, so the whole one is made in memory that is used again."""
         size = self._patch_size + self.constant
-        if not triangles.use_bands_at(size):
+        if size < triangles.LARGE:
             return super().moments()
         place = scratch_buffer(size * size, self._images.dtype).view(size, size)
         whole = kronecker.Statistics(self._write_input_moment_(place), self.output_moment())

@@ -30,11 +30,6 @@ ALIGNMENT = 64
 """The widths are multiples of it, as tensor cores prefer."""
 
 
-def use_bands_at(size: int) -> bool:
-    """Whether a matrix of this many rows is stored in bands."""
-    return size >= LARGE
-
-
 def cut(matrix: Tensor, bands: int) -> Bands:
     """`[..., d, d]` in at most this many bands, as views: (1 + 1/bands)/2 of the numbers."""
     size = matrix.shape[-1]
@@ -44,7 +39,7 @@ def cut(matrix: Tensor, bands: int) -> Bands:
 
 def pack(matrix: Tensor, bands: int) -> Bands:
     """A copy in bands, or the matrix itself as the only band where it is too small."""
-    if not use_bands_at(matrix.shape[-1]):
+    if matrix.shape[-1] < LARGE:
         return (matrix,)
     # Not `.contiguous()`: a last band of one number already is, and as a view would keep the whole matrix in memory.
     return tuple(band.clone(memory_format=torch.contiguous_format) for band in cut(matrix, bands))
