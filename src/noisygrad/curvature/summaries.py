@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -153,15 +154,12 @@ def reaches(start: Node, targets: set[Node], dead_ends: set[Node]) -> bool:
 def gradient_hooks(records: Sequence[Record], take: Callable[[Record, Tensor], None]) -> Iterator[None]:
     """Inside, a backward pass calls `take` with each record and its output gradient."""
 
-    def hook(record: Record) -> Callable[[tuple[Tensor | None, ...]], None]:
-        def receive(gradients: tuple[Tensor | None, ...]) -> None:
-            gradient = gradients[record.edge.output_nr]
-            if gradient is not None:
-                take(record, gradient)
+    def receive(record: Record, gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[record.edge.output_nr]
+        if gradient is not None:
+            take(record, gradient)
 
-        return receive
-
-    handles = [record.edge.node.register_prehook(hook(record)) for record in records]
+    handles = [record.edge.node.register_prehook(partial(receive, record)) for record in records]
     try:
         yield
     finally:
