@@ -114,20 +114,18 @@ def _embedding_units(name: str, module: nn.Embedding, trainable: frozenset[str])
 def _observe_embedding(unit: Unit, module: nn.Embedding, inputs: Tensor, gradient: Tensor, batch: Batch) -> Pass:
     if module.padding_idx is not None:
         gradient = gradient.masked_fill((inputs == module.padding_idx).unsqueeze(-1), 0.0)
-    if unbatched(module, inputs, batch.size):
+    if perhaps_summed(module, inputs) and batch.size not in (inputs.shape[0], inputs.shape[-1]):
         whole = EmbeddingPass(inputs.reshape(1, -1), batch.precise(gradient).flatten(0, -2).unsqueeze(0), unit.outputs)
         return SummedPass(whole.rows().squeeze(0), batch.kept)
     indices = arrange(inputs.unsqueeze(-1), batch, unit).squeeze(-1)
     return EmbeddingPass(indices, arrange(gradient, batch, unit), unit.outputs)
 
 
-def unbatched(module: nn.Module, inputs: Tensor, batch: int) -> bool:
-    """Whether this is a table of positions, looked up once for all examples: its gradients are summed over examples."""
-    return perhaps_summed(module, inputs) and batch not in (inputs.shape[0], inputs.shape[-1])
-
-
 def perhaps_summed(module: nn.Module, inputs: Tensor) -> bool:
-    """Whether gradients may be summed over examples: a row of indices, even as long as the batch, may be positions."""
+    """Whether gradients may be summed over examples, as of a table of positions that is looked up once for all.
+
+    A row of indices, even as long as the batch, may be positions.
+    """
     return isinstance(module, nn.Embedding) and (inputs.dim() == 1 or (inputs.dim() == 2 and inputs.shape[0] == 1))
 
 
