@@ -9,7 +9,7 @@ statistics. A pass starts from the log-likelihood's own derivative (`Likelihood.
 - empirical: the targets of the data.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -64,18 +64,13 @@ def fisher_passes(
     )
     if kind == "exact":
         columns = likelihood.output_fisher_factor(output.detach())
-        scale = len(columns) ** 0.5
-        for column in columns:
-            yield _differentiate(output, _signed(column * scale, signs), layers, others, batch)
-        return
-    if kind == "sampled":
-        target = likelihood.sample(output.detach(), generators)
-    yield _differentiate(output, _signed(likelihood.score(output, target), signs), layers, others, batch)
-
-
-def _signed(starts: Tensor, signs: Tensor | None) -> Tensor:
-    """The gradients of the output that a backward pass starts from, each example's times its sign."""
-    return starts if signs is None else starts * signs.reshape(*signs.shape, *[1] * (starts.dim() - signs.dim()))
+        starts: Iterable[Tensor] = (column * len(columns) ** 0.5 for column in columns)
+    else:
+        target = likelihood.sample(output.detach(), generators) if kind == "sampled" else target
+        starts = [likelihood.score(output, target)]
+    for start in starts:
+        signed = start if signs is None else start * signs.reshape(*signs.shape, *[1] * (start.dim() - signs.dim()))
+        yield _differentiate(output, signed, layers, others, batch)
 
 
 def random_signs(output: Tensor, lead: int, generators: Sequence[torch.Generator]) -> Tensor:
