@@ -87,10 +87,6 @@ class Pass(ABC):
         sums = self.square_sums()
         return [unit.to_memory(joined(sums))] if unit.has_custom_layout else sums
 
-    def squares(self) -> Tensor:
-        """The mean over the batch of their squares, `[*replicas, n]`."""
-        return joined(self.square_sums()) / self.examples
-
     def carried(self) -> dict[str, Tensor]:
         """The `inputs` and `gradients` it was made from: where a number that is not finite can come from.
 
