@@ -19,7 +19,6 @@ from noisygrad.families.base import DampingMode
 from noisygrad.families.diagonal import rest_as_diagonal
 from noisygrad.families.factors import (
     Prior,
-    congruence_diagonal,
     damped_factors,
     identity,
     in_eigenbasis,
@@ -154,14 +153,9 @@ class Precision(base.Precision):
         return self.log_determinant
 
     def trace(self, prior: base.Prior) -> Tensor:
-        """Σ_ij (Uᵀ Γ_S U)_ii (Vᵀ Γ_A V)_jj / R_ij."""
         if not isinstance(prior, Prior):
             raise TypeError(f"expected the Kronecker family's Prior, got {type(prior).__module__}.Prior")
-        left = congruence_diagonal(self.left, prior.outputs, prior.diagonal)
-        right = congruence_diagonal(self.right, prior.inputs, prior.diagonal)
-        if self.spectrum is None:
-            return left.sum(-1) * right.sum(-1)
-        return (left[..., :, None] * right[..., None, :] / self.spectrum).sum((-2, -1))
+        return prior.trace(self.left, self.right, self.spectrum)
 
     def to_dense(self) -> Tensor:
         """Σᵢ Sᵢ ⊗ Aᵢ."""
