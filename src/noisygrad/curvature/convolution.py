@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
-from noisygrad.curvature.passes import MatrixPass
+from noisygrad.curvature.passes import MatrixPass, Pass
 from noisygrad.curvature.windows import Axis, patches, two_axes
 from noisygrad.families import kronecker, packed
 from noisygrad.families.base import Statistics
@@ -61,9 +61,10 @@ class PatchedPass(MatrixPass):
     def gradients(self) -> Tensor:  # type: ignore[override]
         return self._gradients.flatten(2).mT
 
-    @property
-    def examples(self) -> int:
-        return self._gradients.shape[0]
+    @classmethod
+    def joined(cls, passes: Sequence[Any]) -> Pass:
+        whole = [MatrixPass(one.activations, one.gradients, one.constant) for one in passes]
+        return MatrixPass.joined(whole)
 
     @property
     def activations(self) -> Tensor:  # type: ignore[override]

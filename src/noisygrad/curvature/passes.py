@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -100,14 +100,26 @@ class Pass(ABC):
         """One pass for several calls of one layer, whose gradients add up within an example."""
 
 
-def _end_to_end(passes: Sequence[Pass], *names: str, dim: int = -2) -> tuple[Tensor, Tensor]:
-    """These two tensors of all calls, position after position."""
-    first, second = (torch.cat([getattr(one, name) for one in passes], dim=dim) for name in names)
-    return first, second
+class PositionsPass(Pass):
+    """A dataclass of tensors `[..., batch, positions, ...]`, the output gradients and what was put in."""
+
+    gradients: Tensor
+
+    @property
+    def examples(self) -> int:
+        return self.gradients.shape[-3]
+
+    @classmethod
+    def joined(cls, passes: Sequence[Any]) -> Pass:
+        """The positions of all calls, one after another."""
+        first = passes[0]
+        names = [name for name, value in vars(first).items() if isinstance(value, Tensor)]
+        dim = first.gradients.dim() - 2
+        return cls(**vars(first) | {name: torch.cat([getattr(one, name) for one in passes], dim) for name in names})
 
 
 @dataclass
-class MatrixPass(Pass):
+class MatrixPass(PositionsPass):
     """A layer whose output is W a (+ b): activations `[..., B, T, in]`, output gradients `[..., B, T, out]`.
 
     `grouped` says that the last of the leading dimensions counts the groups of a convolution; `constant` that the
@@ -118,10 +130,6 @@ class MatrixPass(Pass):
     gradients: Tensor
     constant: bool
     grouped: bool = False
-
-    @property
-    def examples(self) -> int:
-        return self.gradients.shape[-3]
 
     def rows(self) -> Tensor:
         weight, bias = self.gradients.mT @ self.activations, self.gradients.sum(dim=-2)
@@ -175,25 +183,15 @@ class MatrixPass(Pass):
         """
         return sum_of_squares_in_basis(self.gradients, self.activations, left, right, self.constant)
 
-    @classmethod
-    def joined(cls, passes: Sequence[MatrixPass]) -> Pass:
-        first = passes[0]
-        activations, gradients = _end_to_end(passes, "activations", "gradients")
-        return MatrixPass(activations, gradients, first.constant, first.grouped)
-
 
 @dataclass
-class ElementwisePass(Pass):
+class ElementwisePass(PositionsPass):
     """A scale and shift of each channel: normalised inputs and output gradients, both `[..., B, T, channels]`."""
 
     normalised: Tensor
     gradients: Tensor
     scale: bool
     shift: bool
-
-    @property
-    def examples(self) -> int:
-        return self.gradients.shape[-3]
 
     def rows(self) -> Tensor:
         columns = []
@@ -206,22 +204,14 @@ class ElementwisePass(Pass):
     def carried(self) -> dict[str, Tensor]:
         return {"inputs": self.normalised, "gradients": self.gradients}
 
-    @classmethod
-    def joined(cls, passes: Sequence[Self]) -> Self:
-        return cls(*_end_to_end(passes, "normalised", "gradients"), passes[0].scale, passes[0].shift)
-
 
 @dataclass
-class EmbeddingPass(Pass):
+class EmbeddingPass(PositionsPass):
     """A table look-up: indices `[B, T]` and output gradients `[B, T, features]` of a table with `entries` rows."""
 
     indices: Tensor
     gradients: Tensor
     entries: int
-
-    @property
-    def examples(self) -> int:
-        return self.gradients.shape[0]
 
     def rows(self) -> Tensor:
         batch, _, features = self.gradients.shape
@@ -247,10 +237,6 @@ class EmbeddingPass(Pass):
         entry = torch.zeros_like(keys).index_copy_(0, segment, keys % self.entries)
         table = summed.new_zeros(self.entries, features).index_add_(0, entry, summed.square())
         return [table.flatten()]
-
-    @classmethod
-    def joined(cls, passes: Sequence[Self]) -> Self:
-        return cls(*_end_to_end(passes, "indices", "gradients", dim=1), passes[0].entries)
 
 
 @dataclass
