@@ -13,7 +13,7 @@ from torch import Tensor
 
 from noisygrad.algorithm.covariance import Covariance
 from noisygrad.families.base import Statistics
-from noisygrad.kernels.tensors import inner_product, scale_unless_one_
+from noisygrad.kernels.tensors import inner_product, joined, scale_unless_one_
 
 Groups = Sequence[tuple[Mapping[str, Any], slice]]
 """The settings of each param group (`lr`, `momentum`), with its part of the flat vector."""
@@ -138,7 +138,7 @@ class GradientAverage(Momentum):
             average = _of(self.average, part).lerp_(_of(gradient, part), rate)
             weight.lerp_(self._one, rate)
             averages.append(average / (weight if mask is None else weight.clamp_min(1e-30)))
-        return averages[0] if len(averages) == 1 else torch.cat(averages, dim=-1)
+        return joined(averages)
 
 
 class HeavyBall(Momentum):

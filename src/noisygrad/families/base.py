@@ -26,11 +26,6 @@ DampingMode = Literal["factored", "exact"]
 """How a Kronecker block adds the prior: into each factor (eq. 11 of the paper) or exactly, in the eigenbasis."""
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """The parts of a vector end to end; a single one as it is."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-1)
-
-
 def constant_rows(value: float, shape: Sequence[int], like: Tensor) -> Tensor:
     """A tensor of one number throughout, which is in memory once for each row."""
     return like.new_full((*shape[:-1], 1), value).expand(*shape)

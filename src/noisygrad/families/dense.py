@@ -13,7 +13,7 @@ from noisygrad.families import base, factors
 from noisygrad.families.base import DampingMode
 from noisygrad.families.diagonal import DIAGONAL, join_units
 from noisygrad.families.family import Family, Layout, Part, PrecisionOf, register_family, weight_precisions
-from noisygrad.families.units import Span, Unit
+from noisygrad.families.units import Span, Unit, by_unit
 from noisygrad.kernels.factorisation import FactorisationError, inverse_root, not_positive, rounding_floor
 
 LARGEST = 20_000
@@ -154,8 +154,7 @@ class Dense(Family):
     def pieces(self, units: Sequence[Unit], statistics: base.Statistics) -> list[tuple[str, Tensor]]:
         """Each layer's part of the diagonal: by the inequality of Cauchy and Schwarz the rest is finite if it is."""
         diagonal = statistics.tensors()["fisher"].diagonal(dim1=-2, dim2=-1)
-        parts = diagonal.split([unit.size for unit in units], dim=-1)
-        return [(unit.name, part) for unit, part in zip(units, parts, strict=True)]
+        return [(unit.name, part) for unit, part in by_unit(units, diagonal)]
 
     def fitted_prior_shapes(self, statistics: base.Statistics) -> dict[str, torch.Size]:
         return {"precision": statistics.tensors()["fisher"].shape}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from noisygrad.families import base
-from noisygrad.families.base import DampingMode, constant_rows, has_constant_rows, joined
+from noisygrad.families.base import DampingMode, constant_rows, has_constant_rows
 from noisygrad.families.family import (
     Family,
     Layout,
@@ -23,8 +23,9 @@ from noisygrad.families.family import (
     register_family,
     weight_precisions,
 )
-from noisygrad.families.units import Span, Unit
+from noisygrad.families.units import Span, Unit, by_unit
 from noisygrad.kernels.factorisation import capturing, factorisation_error, not_positive
+from noisygrad.kernels.tensors import joined
 from noisygrad.kernels.threads import run_in_threads
 
 LARGE = 100_000
@@ -166,8 +167,7 @@ class Diagonal(Family):
         return float(sum(unit.size for unit in units))
 
     def pieces(self, units: Sequence[Unit], statistics: base.Statistics) -> list[tuple[str, Tensor]]:
-        parts = statistics.tensors()["fisher"].split([unit.size for unit in units], dim=-1)
-        return [(unit.name, part) for unit, part in zip(units, parts, strict=True)]
+        return [(unit.name, part) for unit, part in by_unit(units, statistics.tensors()["fisher"])]
 
     def split(self, units: Sequence[Unit], precision: base.Precision, prior: base.Prior) -> Iterator[Piece]:
         """Layer by layer, since their weights have nothing to do with each other."""
