@@ -159,23 +159,16 @@ def _observe_features_last(unit: Unit, module: Any, inputs: Tensor, gradient: Te
     return _elementwise(unit, F.layer_norm(inputs, inputs.shape[-1:], None, None, module.eps), gradient)
 
 
-def _running(module: Any, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-    """Running statistics, if there are any, in the statistics' type."""
-    mean, variance = module.running_mean, module.running_var
-    return (None, None) if mean is None else (batch.precise(mean), batch.precise(variance))
-
-
 def _observe_channels_first(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, batch: Batch) -> Pass:
     inputs = batch.precise(inputs)
     if isinstance(module, nn.GroupNorm):
         normalised = F.group_norm(inputs, module.num_groups, None, None, module.eps)
-    elif isinstance(module, nn.modules.instancenorm._InstanceNorm):
-        own = module.training or not module.track_running_stats
-        running, variance = (None, None) if own else _running(module, batch)
-        normalised = F.instance_norm(inputs, running, variance, None, None, own, 0.0, module.eps)
     else:
-        running, variance = (None, None) if module.training else _running(module, batch)
-        normalised = F.batch_norm(inputs, running, variance, None, None, running is None, 0.0, module.eps)
+        instance = isinstance(module, nn.modules.instancenorm._InstanceNorm)
+        own = module.training or (not module.track_running_stats if instance else module.running_mean is None)
+        mean, variance = (None if own else batch.precise(t) for t in (module.running_mean, module.running_var))
+        normalise = F.instance_norm if instance else F.batch_norm
+        normalised = normalise(inputs, mean, variance, None, None, own, 0.0, module.eps)
     return _elementwise(
         unit, arrange(normalised.movedim(1, -1), batch, unit), arrange(gradient.movedim(1, -1), batch, unit)
     )
