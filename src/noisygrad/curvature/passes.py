@@ -70,14 +70,12 @@ def arrange(tensor: Tensor, batch: Batch, unit: Unit) -> Tensor:
 class Pass(ABC):
     """One pass through one unit: its per-example gradients, in the order of the unit's weights."""
 
+    examples: int
+    """How many examples it has."""
+
     @abstractmethod
     def rows(self) -> Tensor:
         """Per-example gradients, `[*replicas, batch, n]`."""
-
-    @property
-    @abstractmethod
-    def examples(self) -> int:
-        """How many examples it has."""
 
     def square_sums(self) -> list[Tensor]:
         """The sum over the batch of their squares, in pieces `[*replicas, ...]` that make up `[*replicas, n]`."""
@@ -107,7 +105,7 @@ class PositionsPass(Pass):
     gradients: Tensor
 
     @property
-    def examples(self) -> int:
+    def examples(self) -> int:  # type: ignore[override]
         return self.gradients.shape[-3]
 
     @classmethod
@@ -248,11 +246,7 @@ class SummedPass(Pass):
     """
 
     gradient: Tensor
-    batch: int
-
-    @property
-    def examples(self) -> int:
-        return self.batch
+    examples: int
 
     def rows(self) -> Tensor:
         raise TypeError(
@@ -265,4 +259,4 @@ class SummedPass(Pass):
 
     @classmethod
     def joined(cls, passes: Sequence[Self]) -> Self:
-        return cls(torch.stack([p.gradient for p in passes]).sum(dim=0), passes[0].batch)
+        return cls(torch.stack([p.gradient for p in passes]).sum(dim=0), passes[0].examples)
