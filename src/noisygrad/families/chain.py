@@ -162,12 +162,8 @@ class Precision(Blocks, base.Precision):
         return total
 
     def to_dense(self) -> Tensor:
-        """P, from its product with every unit vector."""
         size = sum(left.shape[-1] * right.shape[-1] for left, right in zip(self.left, self.right, strict=True))
-        batch = self.log_determinant.shape
-        eye = torch.eye(size, dtype=self.log_determinant.dtype, device=self.log_determinant.device)
-        columns = self.times(eye.reshape(size, *(1,) * len(batch), size).expand(size, *batch, size))
-        return columns.movedim(0, -1)
+        return base.matrix_of(self.times, self.log_determinant.unsqueeze(-1).expand(*self.log_determinant.shape, size))
 
     def as_prior(self) -> Prior:
         """The prior with P's blocks, couplings included: P itself."""
