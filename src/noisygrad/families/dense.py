@@ -77,11 +77,9 @@ class Precision(base.Precision):
     log_determinant: Tensor
 
     def solve(self, vector: Tensor) -> Tensor:
-        """root (rootᵀ v)."""
         return _apply(self.root, _apply(self.root.mT, vector))
 
     def sample(self, noise: Tensor) -> Tensor:
-        """root z."""
         return _apply(self.root, noise)
 
     def quad(self, vector: Tensor) -> Tensor:
@@ -91,7 +89,6 @@ class Precision(base.Precision):
         return self.log_determinant
 
     def trace(self, prior: base.Prior) -> Tensor:
-        """tr(rootᵀ Γ root)."""
         if not isinstance(prior, Prior):
             raise TypeError(f"expected the dense family's Prior, got {type(prior).__module__}.Prior")
         weighted = prior.precision[..., None] * self.root if prior.diagonal else prior.precision @ self.root

@@ -43,7 +43,6 @@ class Prior(base.Prior):
         return dataclasses.replace(self, precision=(rows * factor).expand(self.precision.shape))
 
     def times(self, vector: Tensor) -> Tensor:
-        """Γ_j v_j."""
         return self.precision * vector
 
     def logdet(self) -> Tensor:
@@ -78,7 +77,6 @@ class Root(base.Sampler):
     inverse_root: Tensor
 
     def sample(self, noise: Tensor) -> Tensor:
-        """z / √p."""
         return noise * self.inverse_root
 
     def perturb(self, mean: Tensor, noise: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
@@ -92,7 +90,6 @@ class Divisor(base.Solver):
     diagonal: Tensor
 
     def solve(self, vector: Tensor) -> Tensor:
-        """v / p."""
         return vector / self.diagonal
 
 
@@ -107,14 +104,12 @@ class Precision(Root, Divisor, base.Precision):
         return Divisor(self.diagonal)
 
     def quad(self, vector: Tensor) -> Tensor:
-        """Σ p_j v_j²."""
         return (self.diagonal * vector.square()).sum(-1)
 
     def logdet(self) -> Tensor:
         return self.diagonal.log().sum(-1)
 
     def trace(self, prior: base.Prior) -> Tensor:
-        """Σ Γ_j / p_j."""
         if not isinstance(prior, Prior):
             raise TypeError(f"expected the diagonal family's Prior, got {type(prior).__module__}.Prior")
         return (prior.precision / self.diagonal).sum(-1)

@@ -158,7 +158,6 @@ class Precision(base.Precision):
         return prior.trace(self.left, self.right, self.spectrum)
 
     def to_dense(self) -> Tensor:
-        """Σᵢ Sᵢ ⊗ Aᵢ."""
         dense = [kronecker_product(outputs, inputs) for outputs, inputs in self._pairs()]
         return torch.stack(dense).sum(0)
 
@@ -203,7 +202,6 @@ class Inverse(base.Solver):
     right: Tensor
 
     def solve(self, vector: Tensor) -> Tensor:
-        """left X right."""
         matrix = vector.reshape(*vector.shape[:-1], self.left.shape[-1], self.right.shape[-1])
         return matmul(matmul(self.left, matrix), self.right).flatten(-2)
 

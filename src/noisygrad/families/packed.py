@@ -115,9 +115,8 @@ def pack_statistics(whole: base.Statistics) -> base.Statistics:
 
 def pack_factors(whole: Record) -> Record | Factors:
     """What steps or draws of any family need, large factors in bands where there is no eigenbasis."""
-    if isinstance(whole, kronecker.Precision) and whole.spectrum is not None:
-        return whole
-    if not isinstance(whole, kronecker.Precision | kronecker.Inverse):
+    in_eigenbasis = isinstance(whole, kronecker.Precision) and whole.spectrum is not None
+    if in_eigenbasis or not isinstance(whole, kronecker.Precision | kronecker.Inverse):
         return whole
     return Factors.of(whole) if _is_large(whole.left, whole.right) else whole
 
