@@ -61,11 +61,10 @@ class Call:
         generator = torch.Generator().manual_seed(0)
         with _undisturbed(device), _copies(self.module, generator) as parameters:
             output = self.forward(*args, **kwargs)
-            starts, names, leaves = _starts(output, dim, generator), list(parameters), list(parameters.values())
-            by_autograd = []
-            for start in starts:
-                found = torch.autograd.grad(output, leaves, start, retain_graph=True, materialize_grads=True)
-                by_autograd.append(dict(zip(names, found, strict=True)))
+            starts, leaves = _starts(output, dim, generator), list(parameters.values())
+            options: dict[str, Any] = {"retain_graph": True, "materialize_grads": True}
+            found = [torch.autograd.grad(output, leaves, start, **options) for start in starts]
+            by_autograd = [dict(zip(parameters, gradients, strict=True)) for gradients in found]
             batch = Batch(size, size, torch.promote_types(output.dtype, torch.float32))
             gradient = torch.stack(starts).sum(dim=0)
             rows = []
