@@ -17,10 +17,10 @@ from noisygrad.curvature.network import find_units
 from noisygrad.curvature.passes import Batch, MatrixPass
 from noisygrad.curvature.registry import find_layer
 from noisygrad.curvature.windows import patches, two_axes
+from noisygrad.families.units import joined
 from noisygrad.kernels import products, squared_products
 from noisygrad.kernels import squares as kernels
 from noisygrad.kernels.products import second_moment
-from noisygrad.kernels.tensors import joined
 from support.truth import close
 
 IMAGES = {"even": (6, 8), "odd": (5, 7), "narrow": (1, 6), "tiny": (2, 2), "one pixel": (1, 1)}

@@ -110,7 +110,10 @@ class Covariance:
                     self._store(block, self._factorise(block, dampings[block.group]))
 
         with full_precision(), self._same_factors_on_failure():
-            self._ranks.run_on_all(factorise, self._device)
+            if self._ranks.active:
+                self._ranks.run_on_all(factorise, self._device)
+            else:
+                factorise()
         if self._ranks.active:
             for block, owner in zip(self.blocks, self._owners, strict=True):
                 basis = self.statistics[block.name].basis_tensors()

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from noisygrad.algorithm.covariance import Covariance
 from noisygrad.families.base import Statistics
-from noisygrad.kernels.tensors import inner_product, joined, scale_unless_one_
+from noisygrad.families.units import joined
+from noisygrad.kernels.tensors import inner_product, scale_unless_one_
 
 Groups = Sequence[tuple[Mapping[str, Any], slice]]
 """The settings of each param group (`lr`, `momentum`), with its part of the flat vector."""

@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from noisygrad.curvature.registry import Layer, find_layer
-from noisygrad.curvature.verification import Call, verify
+from noisygrad.curvature.verification import LayerCall, verify
 from noisygrad.families.units import Unit
 from noisygrad.kernels.switches import Switch
 
@@ -118,7 +118,7 @@ class Capture:
                 output = usual(*args, **kwargs)
                 inputs = args[0] if args else next(iter(kwargs.values()))
                 if not layer.builtin and torch.is_grad_enabled():
-                    verify(Call(module, layer, units, usual, args, kwargs))
+                    verify(LayerCall(module, layer, units, usual, args, kwargs))
                 for unit in units:
                     output = self._record(unit, module, layer, inputs, output)
                 return output

@@ -125,7 +125,7 @@ def _differentiate(
         with _without_autocast(device):
             keep(record.unit.name, _layer_pass(record, gradient, batch), (record.inputs,))
 
-    with gradient_hooks(in_hooks, take):
+    with gradient_hooks(in_hooks, take) if in_hooks else nullcontext():
         gradients = torch.autograd.grad(output, places, start.to(output.dtype), retain_graph=True, allow_unused=True)
     used = [(record, g) for record, g in zip(asked, gradients, strict=False) if g is not None]
     inputs = [record.inputs for record, _ in used]

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from noisygrad.families import kronecker, packed
 from noisygrad.families.base import Statistics
-from noisygrad.families.units import Unit
+from noisygrad.families.units import Unit, joined
 from noisygrad.kernels import squares
 from noisygrad.kernels.products import second_moment
 from noisygrad.kernels.squared_products import sum_of_squared_products, sum_of_squares_in_basis
-from noisygrad.kernels.tensors import joined
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ _VERIFIED: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """One call of a user's layer, which can be repeated."""
 
     module: nn.Module
@@ -108,7 +108,7 @@ class Call:
         return [copied(value) for value in self.args], {name: copied(value) for name, value in self.kwargs.items()}
 
 
-def verify(call: Call) -> None:
+def verify(call: LayerCall) -> None:
     """Compare the gradients that a layer gives for a call with those of autograd.
 
     The call is repeated with a few of its examples, with copies of the parameters and buffers, so that nothing of the

@@ -23,9 +23,8 @@ from noisygrad.families.family import (
     register_family,
     weight_precisions,
 )
-from noisygrad.families.units import Span, Unit, by_unit
+from noisygrad.families.units import Span, Unit, by_unit, joined
 from noisygrad.kernels.factorisation import capturing, factorisation_error, not_positive
-from noisygrad.kernels.tensors import joined
 from noisygrad.kernels.threads import run_in_threads
 
 LARGE = 100_000

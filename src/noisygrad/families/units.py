@@ -13,8 +13,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from noisygrad.kernels.tensors import joined
-
 Kind = Literal["matrix", "elementwise", "embedding", "other"]
 
 
@@ -139,6 +137,11 @@ class Unit:
             for slot, part in self._split(segment)
         ]
         return torch.cat(parts, dim=-1)
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The parts of a vector end to end; a single one as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-1)
 
 
 def by_unit(units: Sequence[Unit], vector: Tensor) -> list[tuple[Unit, Tensor]]:

@@ -6,11 +6,6 @@ import torch
 from torch import Tensor
 
 
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """The parts of a vector end to end; a single one as it is."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-1)
-
-
 def inner_product(first: Tensor, second: Tensor) -> Tensor:
     """Σ a b over the last dimension, `[..., 1]`; not by cuBLAS, which would keep some memory of its own for it."""
     on_cpu = first.device.type == "cpu"

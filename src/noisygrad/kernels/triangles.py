@@ -19,7 +19,6 @@ from torch import Tensor
 
 from noisygrad.kernels import products
 from noisygrad.kernels.products import matmul
-from noisygrad.kernels.tensors import joined
 
 Bands: TypeAlias = tuple[Tensor, ...]
 
@@ -70,7 +69,8 @@ def _whole(bands: Sequence[Tensor], above: Callable[[Tensor], Tensor] | None) ->
 
 def diagonal(bands: Sequence[Tensor]) -> Tensor:
     """The diagonal, `[..., d]`."""
-    return joined([band.diagonal(dim1=-2, dim2=-1) for band in bands])
+    parts = [band.diagonal(dim1=-2, dim2=-1) for band in bands]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def add_to_diagonal_(bands: Sequence[Tensor], value: Tensor) -> None:
@@ -81,7 +81,8 @@ def add_to_diagonal_(bands: Sequence[Tensor], value: Tensor) -> None:
 
 def times_lower(matrix: Tensor, bands: Sequence[Tensor]) -> Tensor:
     """X L for the lower triangular L."""
-    return joined([matmul(matrix[..., start:], band) for start, _, band in _places(bands)])
+    parts = [matmul(matrix[..., start:], band) for start, _, band in _places(bands)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def times_large_lower(matrix: Tensor, lower: Tensor) -> Tensor:
