@@ -17,6 +17,7 @@ from noisygrad.curvature.network import find_units
 from noisygrad.curvature.passes import Batch, MatrixPass
 from noisygrad.curvature.registry import find_layer
 from noisygrad.curvature.windows import patches, two_axes
+from noisygrad.families.units import joined
 from noisygrad.kernels import products, squared_products
 from noisygrad.kernels import squares as kernels
 from noisygrad.kernels.products import second_moment
@@ -44,6 +45,11 @@ def observe(module, images, batch=None):
         return layer.observe(units[0], module, images, gradient, Batch(size, size, images.dtype)), gradient
 
 
+def squares_of(seen):
+    """The mean over the batch of squared gradients."""
+    return joined(seen.square_sums()) / seen.examples
+
+
 def truth(module, images, gradient, constant):
     """The same from explicit patches, formula by formula."""
     a, g = patches(module, images), gradient.flatten(2).mT
@@ -64,7 +70,7 @@ def assert_as_with_patches(module, images):
     inputs, outputs, squares = truth(module, images, gradient, seen.constant)
     close(seen.input_moment(), inputs)
     close(seen.output_moment(), outputs)
-    close(seen.squares(), squares)
+    close(squares_of(seen), squares)
 
 
 @pytest.mark.parametrize("size", IMAGES)
@@ -118,7 +124,7 @@ def test_other_geometries_keep_their_patches(arguments):
     module = make_conv(**arguments)
     seen, gradient = observe(module, torch.randn(3, 3, 6, 7, dtype=torch.float64))
     assert type(seen) is (PatchedPass if module.groups == 1 else MatrixPass)
-    close(seen.squares(), seen.rows().square().mean(dim=0))
+    close(squares_of(seen), seen.rows().square().mean(dim=0))
     if module.groups == 1:
         a = torch.cat([seen.activations, torch.ones_like(seen.activations[..., :1])], -1).flatten(0, 1)
         close(seen.input_moment(), a.T @ a / len(a))
@@ -156,12 +162,12 @@ def test_examples_as_groups_of_one_convolution(name, cache, monkeypatch):
     monkeypatch.setattr(convolution, "conv2d_weight", lambda *args, **kwargs: asked.append(0) or usual(*args, **kwargs))
     swapped = gradient.transpose(0, 1).contiguous().transpose(0, 1)  # the same in another order of memory
     for given, size in ((gradient, 1.0), (swapped, 1.0), (gradient * 1e-15, 1e-30)):
-        found = ConvolutionPass(module, images, given, seen.constant).squares()
+        found = squares_of(ConvolutionPass(module, images, given, seen.constant))
         assert asked
         asked.clear()
         torch.testing.assert_close(found.double() / size, right, rtol=1e-5, atol=1e-6 * float(right.max()))
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    other = ConvolutionPass(module, images, gradient, seen.constant).squares()
+    other = squares_of(ConvolutionPass(module, images, gradient, seen.constant))
     assert not asked
     torch.testing.assert_close(other.double(), right, rtol=1e-5, atol=1e-6 * float(right.max()))
 
@@ -189,7 +195,7 @@ def test_whole_patches_by_onednn(name, cache, onednn, monkeypatch):
     for given, scale in ((gradient, 1.0), (swapped, 1.0), (gradient * 1e-15, 1e-30)):
         onednn.clear()
         with torch.no_grad():
-            found = ConvolutionPass(module, images, given, seen.constant).squares()
+            found = squares_of(ConvolutionPass(module, images, given, seen.constant))
         assert len(onednn) == 7
         torch.testing.assert_close(found.double() / scale, right, rtol=1e-5, atol=1e-6 * float(right.max()))
 
@@ -205,21 +211,21 @@ def test_patches_of_some_examples_at_a_time_are_enough(chunk, stride, monkeypatc
     seen = PatchedPass(module, images, gradient, True)
     close(seen.input_moment(), inputs)
     close(seen.output_moment(), outputs)
-    close(seen.squares(), squares)
+    close(squares_of(seen), squares)
 
 
 def test_a_frozen_weight_leaves_the_bias():
     module = make_conv(kernel_size=3, padding=1)
     module.weight.requires_grad_(False)
     seen, gradient = observe(module, torch.randn(3, 3, 4, 4, dtype=torch.float64))
-    close(seen.squares(), gradient.sum((2, 3)).square().mean(0))
+    close(squares_of(seen), gradient.sum((2, 3)).square().mean(0))
     close(seen.input_moment(), torch.ones(1, 1, dtype=torch.float64))
 
 
 def test_several_images_of_one_example_add_up():
     module = make_conv(kernel_size=3, padding=1)
     seen, _ = observe(module, torch.randn(6, 3, 4, 4, dtype=torch.float64), batch=3)
-    close(seen.squares(), seen.rows().square().mean(dim=0))
+    close(squares_of(seen), seen.rows().square().mean(dim=0))
 
 
 class Twice(nn.Module):
@@ -268,7 +274,7 @@ def test_squares_are_those_of_gradients_example_by_example(keep, twice):
     name = units[0].name
     assert isinstance(seen[name], ConvolutionPass) is not twice
     close(seen[name].rows(), torch.stack(rows))
-    close(seen[name].squares(), torch.stack(rows).square().mean(0))
+    close(squares_of(seen[name]), torch.stack(rows).square().mean(0))
 
 
 def test_half_precision_inputs_are_converted():

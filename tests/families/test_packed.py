@@ -41,9 +41,6 @@ def test_bands_are_the_matrix(size, batch, small):
         assert torch.equal(back(bands), whole)
         assert sum(band.untyped_storage().nbytes() for band in bands) < whole.untyped_storage().nbytes()
         assert torch.equal(triangles.diagonal(bands), whole.diagonal(dim1=-2, dim2=-1))
-        empty = tuple(torch.zeros_like(band) for band in bands)
-        triangles.fill_(empty, whole)
-        assert torch.equal(back(empty), whole)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -168,8 +165,10 @@ def test_a_training_in_bands_is_a_training(settings, stacked, small, monkeypatch
     for name, tensor in saved.items():
         if "damping_mode" not in settings or "/factors/" not in name:  # eigenvectors have no sign of their own
             close(other[name], tensor, rtol=1e-9, atol=1e-11)
-    bands.load_state_dict(whole.state_dict())
-    whole.load_state_dict(bands.state_dict())
+    whole_state, state_in_bands = whole.state_dict(), bands.state_dict()
+    whole.load_state_dict(state_in_bands)
+    monkeypatch.setattr(triangles, "LARGE", 5)
+    bands.load_state_dict(whole_state)
     both(7)
     for name, theirs in whole.posterior().statistics.items():
         mine = bands.posterior().statistics[name]

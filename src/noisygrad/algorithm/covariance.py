@@ -107,7 +107,6 @@ class Covariance:
             for block, owner in zip(self.blocks, self._owners, strict=True):
                 mine = owner == self._ranks.rank or not self._fits(self.factors.get(block.name), block, dampings)
                 if mine and block.name not in done:
-                    self._refresh_basis_(block)
                     self._store(block, self._factorise(block, dampings[block.group]))
 
         with full_precision(), self._same_factors_on_failure():
@@ -129,18 +128,10 @@ class Covariance:
         """
         with unchecked(self.traceable):
             try:
-                for block in self.blocks:
-                    self._refresh_basis_(block)
                 new = {b.name: self._factorise(b, dampings[b.group]) for b in self.blocks}
             except FactorisationError:
                 return self._refresh_replica_by_replica_(dampings)
         return self._keep_finite_(new)
-
-    def _refresh_basis_(self, block: Block) -> None:
-        try:
-            self.statistics[block.name].refresh_basis_(self.priors[block.name])
-        except FactorisationError as error:
-            raise named_error(error, block.units) from error
 
     @property
     def traceable(self) -> bool:
@@ -195,8 +186,11 @@ class Covariance:
         return factors is not None and factors.shared == (block.noise and dampings[block.group] == 0.0)
 
     def _factorise(self, block: Block, damping: float) -> BlockFactors:
+        """What there is to replace a block's factors, after its basis, if it has one, was made anew in place."""
+        statistics, prior = self.statistics[block.name], self.priors[block.name]
         try:
-            return self._of(self.statistics[block.name].unpacked(), self.priors[block.name], block, damping)
+            statistics.refresh_basis_(prior)
+            return self._of(statistics.unpacked(), prior, block, damping)
         except FactorisationError as error:
             raise named_error(error, block.units) from error
 

@@ -68,24 +68,16 @@ class FisherAverage:
             average_(old, new, self._rate(rate, mask), mask)
             return
         for index, block in enumerate(self.blocks):
-            if block.name in measured:
-                share = None if examples is None else examples[block.name]
-                self._update_block_(index, measured[block.name], share, rate, mask)
-
-    def _update_block_(
-        self,
-        index: int,
-        measured: Statistics,
-        examples: float | Tensor | None,
-        rate: float | Tensor,
-        mask: Tensor | None,
-    ) -> None:
-        use = mask
-        if isinstance(examples, Tensor):
-            use = (examples > 0).to(examples.dtype) if mask is None else mask * (examples > 0)
-        own_rate = self._rate(rate, use, index)
-        clean = measured if use is None else measured.map(lambda tensor: torch.where(use > 0, tensor, 0.0))
-        self.statistics[self.blocks[index].name].update_(clean, 1.0 - own_rate)
+            if block.name not in measured:
+                continue
+            found, use = measured[block.name], mask
+            share = None if examples is None else examples[block.name]
+            if isinstance(share, Tensor):
+                use = (share > 0).to(share.dtype) if mask is None else mask * (share > 0)
+            own_rate = self._rate(rate, use, index)
+            if use is not None:
+                found = found.map(lambda tensor, use=use: torch.where(use > 0, tensor, 0.0))
+            self.statistics[block.name].update_(found, 1.0 - own_rate)
 
     def count(self, names: Container[str]) -> None:
         """Remember on the host that these blocks were updated; a replayed step does so only on the device."""

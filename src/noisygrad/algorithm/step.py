@@ -12,6 +12,7 @@ from torch import Tensor
 
 from noisygrad.algorithm.covariance import Covariance
 from noisygrad.families.base import Statistics
+from noisygrad.families.units import joined
 from noisygrad.kernels.tensors import inner_product, scale_unless_one_
 
 Groups = Sequence[tuple[Mapping[str, Any], slice]]
@@ -165,7 +166,7 @@ class GradientAverage(Momentum):
             average = _of(self.average, part).lerp_(_of(gradient, part), rate)
             weight.lerp_(self._one, rate)
             averages.append(average / (weight if mask is None else weight.clamp_min(1e-30)))
-        return averages[0] if len(averages) == 1 else torch.cat(averages, dim=-1)
+        return joined(averages)
 
 
 @register_momentum_mode

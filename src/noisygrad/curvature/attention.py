@@ -6,17 +6,19 @@ dropout, `add_zero_attn` and the attention weights are thus torch's own.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from noisygrad.curvature.layers import observe_linear
+from noisygrad.curvature.layers import matrix_units, observe_linear
 from noisygrad.curvature.passes import Batch, Pass
 from noisygrad.curvature.registry import Layer, Recorder, register_layer
 from noisygrad.families.units import Slot, Unit
 
+LAYER = "MultiheadAttention"
 PARTS = ("query", "key", "value")
 SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
@@ -40,19 +42,11 @@ def _attention_units(name: str, module: nn.MultiheadAttention, trainable: frozen
         if constant:
             slots.append(Slot(f"{prefix}in_proj_bias", inputs, inputs + 1, rows))
         if slots:
-            units.append(_unit(f"{prefix}{part}", width, inputs + constant, slots, constant))
-    held = [part for part in ("weight", "bias") if f"out_proj.{part}" in trainable]
-    if held:
-        inputs = width if "weight" in held else 0
-        slots = [Slot(f"{prefix}out_proj.weight", 0, width)] if inputs else []
-        if "bias" in held:
-            slots.append(Slot(f"{prefix}out_proj.bias", inputs, inputs + 1))
-        units.append(_unit(f"{prefix}out_proj", width, inputs + ("bias" in held), slots, "bias" in held))
-    return units
-
-
-def _unit(name: str, outputs: int, inputs: int, slots: list[Slot], constant: bool) -> Unit:
-    return Unit(name, "matrix", outputs, inputs, tuple(slots), "MultiheadAttention", constant=constant)
+            columns = inputs + constant
+            units.append(Unit(f"{prefix}{part}", "matrix", width, columns, tuple(slots), LAYER, constant=constant))
+    held = frozenset(own.removeprefix("out_proj.") for own in trainable)
+    projection = matrix_units(f"{prefix}out_proj", module.out_proj, held, width, width)
+    return [*units, *(replace(unit, layer=LAYER) for unit in projection)]
 
 
 def _observe_attention(

@@ -6,7 +6,7 @@ but leaves this one, so in-place activations are harmless. So are a user's own h
 `forward` is replaced, which sees its input after all hooks and its output before any.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from noisygrad.curvature.registry import Layer, known_layer
-from noisygrad.curvature.verification import needs_verification, verify_layer
+from noisygrad.curvature.registry import Layer, find_layer
+from noisygrad.curvature.verification import LayerCall, verify
 from noisygrad.families.units import Unit
 from noisygrad.kernels.switches import Switch
 
@@ -57,7 +57,8 @@ class Capture:
     """
 
     def __init__(self, layers: dict[nn.Module, list[Unit]]) -> None:
-        self._layers = [(module, units, known_layer(module)) for module, units in layers.items() if units]
+        known = ((module, units, find_layer(module)) for module, units in layers.items())
+        self._layers = [(module, units, layer) for module, units, layer in known if units and layer is not None]
         self._node_handles: list[RemovableHandle] = []
         self._patched: list[tuple[nn.Module, Any]] = []
         self._records: list[Record] = []
@@ -104,16 +105,20 @@ class Capture:
     def _recorded(self, module: nn.Module, units: Sequence[Unit], layer: Layer, own: Any) -> Callable[..., Any]:
         """A method to replace the module's `forward`, or the replacement that somebody else had set."""
         usual = module.forward
-        unverified = layer.forward is None and not layer.builtin and needs_verification(module)
+        by_part = {unit.name.rpartition(".")[-1]: unit for unit in units}
+
+        def record(part: str, inputs: Tensor, output: Tensor) -> Tensor:
+            return self._record(by_part[part], module, layer, inputs, output) if part in by_part else output
+
         if layer.forward is not None:
-            recorded = layer.forward(module, self._part_recorder(module, units, layer))
+            recorded = layer.forward(module, record)
         else:
 
             def recorded(*args: Any, **kwargs: Any) -> Any:
                 output = usual(*args, **kwargs)
                 inputs = args[0] if args else next(iter(kwargs.values()))
-                if unverified and torch.is_grad_enabled():
-                    verify_layer(module, layer, units, usual, args, kwargs)
+                if not layer.builtin and torch.is_grad_enabled():
+                    verify(LayerCall(module, layer, units, usual, args, kwargs))
                 for unit in units:
                     output = self._record(unit, module, layer, inputs, output)
                 return output
@@ -128,16 +133,6 @@ class Capture:
 
         return forward
 
-    def _part_recorder(
-        self, module: nn.Module, units: Iterable[Unit], layer: Layer
-    ) -> Callable[[str, Tensor, Tensor], Tensor]:
-        by_part = {unit.name.rpartition(".")[-1]: unit for unit in units}
-
-        def record(part: str, inputs: Tensor, output: Tensor) -> Tensor:
-            return self._record(by_part[part], module, layer, inputs, output) if part in by_part else output
-
-        return record
-
     def _record(self, unit: Unit, module: nn.Module, layer: Layer, inputs: Tensor, output: Tensor) -> Tensor:
         """Record one call; returns the output with which the network continues."""
         if not output.requires_grad or (torch._C._current_graph_task_id() != -1 and not self.watch_backward):
@@ -148,18 +143,14 @@ class Capture:
         edge, kept = get_gradient_edge(output), list[Tensor]()
         self._records.append(Record(unit, module, layer, inputs.detach(), inputs._version, edge, kept))
         if self.watch_backward:
-            self._node_handles.append(edge.node.register_prehook(self._keep(edge.output_nr, kept)))
+            self._node_handles.append(edge.node.register_prehook(partial(self._keep, edge.output_nr, kept)))
         return output
 
-    def _keep(self, output_nr: int, kept: list[Tensor]) -> Callable[..., None]:
+    def _keep(self, output_nr: int, kept: list[Tensor], gradients: tuple[Tensor | None, ...]) -> None:
         """A hook that has no reference to the edge: node → hook → edge → node would never free the activations."""
-
-        def keep(gradients: tuple[Tensor | None, ...]) -> None:
-            gradient = gradients[output_nr]
-            if self.watch_backward and gradient is not None:
-                kept.append(gradient.detach())
-
-        return keep
+        gradient = gradients[output_nr]
+        if self.watch_backward and gradient is not None:
+            kept.append(gradient.detach())
 
 
 def _put_back(module: nn.Module, own: Any) -> None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
-from noisygrad.curvature.passes import MatrixPass
+from noisygrad.curvature.passes import MatrixPass, Pass
 from noisygrad.curvature.windows import Axis, patches, two_axes
 from noisygrad.families import kronecker, packed
 from noisygrad.families.base import Statistics
@@ -61,9 +61,10 @@ class PatchedPass(MatrixPass):
     def gradients(self) -> Tensor:  # type: ignore[override]
         return self._gradients.flatten(2).mT
 
-    @property
-    def examples(self) -> int:
-        return self._gradients.shape[0]
+    @classmethod
+    def joined(cls, passes: Sequence[Any]) -> Pass:
+        whole = [MatrixPass(one.activations, one.gradients, one.constant) for one in passes]
+        return MatrixPass.joined(whole)
 
     @property
     def activations(self) -> Tensor:  # type: ignore[override]
@@ -74,7 +75,6 @@ class PatchedPass(MatrixPass):
         return {"inputs": self._images, "gradients": self._gradients}
 
     def input_moment(self) -> Tensor:
-        """The mean of a aᵀ, a sum over parts of the batch."""
         count = self.gradients.shape[0] * self.gradients.shape[1]
         products, sums = None, None
         # A quarter as many patches as per-example gradients keep a GPU busy.
@@ -103,20 +103,17 @@ class PatchedPass(MatrixPass):
         return squares.squared_products(gradients, images, window, self.constant, channels_last)
 
     def _squared_products(self) -> Tensor:
-        """A sum over parts of the batch."""
         positions, outputs = self.gradients.shape[1:]
         rows = positions * (positions + 1) // 2 if positions <= FEW_POSITIONS else max(positions, outputs)
         return self._sum_of_parts(MatrixPass._squared_products, self._patch_size * rows)
 
     def squares_in_basis(self, left: Tensor, right: Tensor) -> Tensor:
-        """Σ_b (Lᵀ G_b V)², a sum over parts of the batch."""
         positions, outputs = self.gradients.shape[1:]
         # Patches and what they are in the basis, or as many per-example gradients.
         numbers = 2 * (self._patch_size + self.constant) * max(positions, outputs)
         return self._sum_of_parts(lambda part: part.squares_in_basis(left, right), numbers)
 
     def _sum_of_parts(self, what: Callable[[MatrixPass], Tensor], numbers: int) -> Tensor:
-        """The sum over parts of the batch."""
         # A generator, so that the patches of a part are freed before the next are made.
         parts = self._parts(numbers)
         sums = (what(MatrixPass(patches(self._module, images), some, self.constant)) for images, some in parts)
@@ -156,7 +153,7 @@ class ConvolutionPass(PatchedPass):
     def moments(self) -> Statistics:
         """A and S. A large A is stored as bands, so the whole one is made in memory that is used again."""
         size = self._patch_size + self.constant
-        if not triangles.use_bands_at(size):
+        if size < triangles.LARGE:
             return super().moments()
         place = scratch_buffer(size * size, self._images.dtype).view(size, size)
         whole = kronecker.Statistics(self._write_input_moment_(place), self.output_moment())
@@ -197,10 +194,8 @@ class ConvolutionPass(PatchedPass):
     def _means(self, pixels: Tensor) -> Tensor:
         """The sum over examples and positions of the pixels under each tap, `[channels · kernel]`."""
         _, vertical, horizontal = self._geometry
-        total = pixels.sum(dim=2)
-        sums = []
-        for tap_y, tap_x in product(range(vertical.kernel), range(horizontal.kernel)):
-            sums.append(total[vertical.under(tap_y), horizontal.under(tap_x)].sum(dim=(0, 1)))
+        total, taps = pixels.sum(dim=2), product(range(vertical.kernel), range(horizontal.kernel))
+        sums = [total[vertical.under(down), horizontal.under(right)].sum(dim=(0, 1)) for down, right in taps]
         return torch.stack(sums, dim=-1).flatten()
 
     def output_moment(self) -> Tensor:
@@ -208,8 +203,7 @@ class ConvolutionPass(PatchedPass):
         return gram(_pixels_first(self.gradients.mT)) / self.gradients.shape[0]
 
     def square_sums(self) -> list[Tensor]:
-        """The sum over the batch of squared per-example gradients, without the patches."""
-        positions = self.gradients.shape[1]
+        positions, outputs = self.gradients.shape[1:]
         if positions == 1:
             return super().square_sums()
         scale = self._largest_gradient()
@@ -217,7 +211,7 @@ class ConvolutionPass(PatchedPass):
             weight = self._squares_by_taps(scale)
         elif self._groups_are_fast():
             weight = self._squares_by_groups(scale)
-        elif self._products_are_fast():
+        elif use_onednn_at(self._patch_size, positions, outputs, self._images, self._gradients):
             weight = self._squares_by_products(scale)
         elif self._patch_size <= SMALL_PATCH:
             # Thin products, smaller than the gradients, which are therefore not scaled or copied first.
@@ -228,7 +222,6 @@ class ConvolutionPass(PatchedPass):
         return [piece * scale.square() for piece in self._pieces(weight, bias)]
 
     def squares_in_basis(self, left: Tensor, right: Tensor) -> Tensor:
-        """Σ_b (Lᵀ G_b V)², a sum over parts of the batch."""
         scale = self._largest_gradient()
         return super().squares_in_basis(left / scale, right).mul_(scale.square())
 
@@ -283,13 +276,8 @@ class ConvolutionPass(PatchedPass):
             total.add_(sum_of_squares(products.view(count, *total.shape).div_(scale), 0))
         return total
 
-    def _products_are_fast(self) -> bool:
-        """Whether oneDNN multiplies whole patches faster than MKL does parts of them."""
-        positions, outputs = self.gradients.shape[1:]
-        return use_onednn_at(self._patch_size, positions, outputs, self._images, self._gradients)
-
     def _squares_by_products(self, scale: Tensor) -> Tensor:
-        """From the patches of a few examples at a time."""
+        """From the patches of a few examples at a time, which oneDNN multiplies faster than MKL does parts of them."""
         total = self._images.new_zeros(self._patch_size, self.gradients.shape[-1])
         size = max(1, CACHE // (self.gradients.shape[1] * self._patch_size))
         for images, gradients in zip(self._images.split(size), self.gradients.split(size), strict=True):

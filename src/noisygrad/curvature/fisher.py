@@ -9,9 +9,9 @@ statistics. A pass starts from the log-likelihood's own derivative (`Likelihood.
 - empirical: the targets of the data.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from itertools import compress
 from typing import Literal
 
 import torch
@@ -55,27 +55,16 @@ def fisher_passes(
         output, target = output.narrow(lead, 0, batch.kept), target.narrow(lead, 0, batch.kept)
     summed = bool(others) or any(perhaps_summed(record.module, record.inputs) for record in records)
     signs = random_signs(output, lead, generators) if summed else None
-    known = [False] * len(records) if summarise is None else hookable(records)
-    layers = Layers(
-        [record for record, is_hookable in zip(records, known, strict=True) if is_hookable],
-        [record for record, is_hookable in zip(records, known, strict=True) if not is_hookable],
-        {record.unit.name: record.unit for record in records},
-        summarise or (lambda unit, one: one),
-    )
+    hooked = [False] * len(records) if summarise is None else hookable(records)
     if kind == "exact":
         columns = likelihood.output_fisher_factor(output.detach())
-        scale = len(columns) ** 0.5
-        for column in columns:
-            yield _differentiate(output, _signed(column * scale, signs), layers, others, batch)
-        return
-    if kind == "sampled":
-        target = likelihood.sample(output.detach(), generators)
-    yield _differentiate(output, _signed(likelihood.score(output, target), signs), layers, others, batch)
-
-
-def _signed(starts: Tensor, signs: Tensor | None) -> Tensor:
-    """The gradients of the output that a backward pass starts from, each example's times its sign."""
-    return starts if signs is None else starts * signs.reshape(*signs.shape, *[1] * (starts.dim() - signs.dim()))
+        starts: Iterable[Tensor] = (column * len(columns) ** 0.5 for column in columns)
+    else:
+        target = likelihood.sample(output.detach(), generators) if kind == "sampled" else target
+        starts = [likelihood.score(output, target)]
+    for start in starts:
+        signed = start if signs is None else start * signs.reshape(*signs.shape, *[1] * (start.dim() - signs.dim()))
+        yield _differentiate(output, signed, records, hooked, others, batch, summarise)
 
 
 def random_signs(output: Tensor, lead: int, generators: Sequence[torch.Generator]) -> Tensor:
@@ -104,29 +93,30 @@ def passes_after_backward(
     return passes
 
 
-@dataclass(frozen=True)
-class Layers:
-    """The recorded calls of a backward pass, by how their output gradients are obtained, and what is kept of each."""
+def _differentiate(
+    output: Tensor,
+    start: Tensor,
+    records: Sequence[Record],
+    hooked: Sequence[bool],
+    others: Parameters,
+    batch: Batch,
+    summarise: Summarise | None,
+) -> dict[str, Pass]:
+    """The passes through all layers of one backward pass from the output, given its gradient.
 
-    hookable: Sequence[Record]
-    """Their gradients arrive in hooks during the backward pass."""
-    asked: Sequence[Record]
-    """Their gradients are returned by the backward pass."""
-    units: dict[str, Unit]
-    """In the order of the forward pass."""
-    summarise: Summarise
-
-
-def _differentiate(output: Tensor, start: Tensor, layers: Layers, others: Parameters, batch: Batch) -> dict[str, Pass]:
-    """The passes through all layers of one backward pass from the output, given its gradient."""
-    places = [*(record.edge for record in layers.asked), *(get_gradient_edge(parameter) for _, parameter in others)]
+    The gradients of `hooked` calls arrive in hooks during the backward pass; it returns those of the others.
+    """
+    in_hooks = list(compress(records, hooked))
+    asked = [record for record, is_hooked in zip(records, hooked, strict=True) if not is_hooked]
+    places = [*(record.edge for record in asked), *(get_gradient_edge(parameter) for _, parameter in others)]
     if not places:
         return {}
+    units = {record.unit.name: record.unit for record in records}  # in the order of the forward pass
     found: dict[str, Pass] = {}
     device = output.device.type
 
     def keep(name: str, one: Pass, inputs: Sequence[Tensor]) -> None:
-        found[name] = kept = layers.summarise(layers.units[name], one)
+        found[name] = kept = one if summarise is None else summarise(units[name], one)
         if isinstance(kept, PassSummary):
             kept.release_inputs(inputs)  # except those of the graph, which still exists
 
@@ -135,15 +125,15 @@ def _differentiate(output: Tensor, start: Tensor, layers: Layers, others: Parame
         with _without_autocast(device):
             keep(record.unit.name, _layer_pass(record, gradient, batch), (record.inputs,))
 
-    with gradient_hooks(layers.hookable, take) if layers.hookable else nullcontext():
+    with gradient_hooks(in_hooks, take) if in_hooks else nullcontext():
         gradients = torch.autograd.grad(output, places, start.to(output.dtype), retain_graph=True, allow_unused=True)
-    used = [(record, g) for record, g in zip(layers.asked, gradients, strict=False) if g is not None]
+    used = [(record, g) for record, g in zip(asked, gradients, strict=False) if g is not None]
     inputs = [record.inputs for record, _ in used]
     with torch.no_grad(), _without_autocast(device):
         for name, one in _layer_passes([r for r, _ in used], [g for _, g in used], batch).items():
             keep(name, one, inputs)
-    passes = {name: found[name] for name in layers.units if name in found}
-    for (unit, _), gradient in zip(others, gradients[len(layers.asked) :], strict=True):
+    passes = {name: found[name] for name in units if name in found}
+    for (unit, _), gradient in zip(others, gradients[len(asked) :], strict=True):
         if gradient is not None:
             passes[unit.name] = _summed(unit, gradient, batch)
     return passes

@@ -115,20 +115,18 @@ def _embedding_units(name: str, module: nn.Embedding, trainable: frozenset[str])
 def _observe_embedding(unit: Unit, module: nn.Embedding, inputs: Tensor, gradient: Tensor, batch: Batch) -> Pass:
     if module.padding_idx is not None:
         gradient = gradient.masked_fill((inputs == module.padding_idx).unsqueeze(-1), 0.0)
-    if unbatched(module, inputs, batch.size):
+    if perhaps_summed(module, inputs) and batch.size not in (inputs.shape[0], inputs.shape[-1]):
         whole = EmbeddingPass(inputs.reshape(1, -1), batch.precise(gradient).flatten(0, -2).unsqueeze(0), unit.outputs)
         return SummedPass(whole.rows().squeeze(0), batch.kept)
     indices = arrange(inputs.unsqueeze(-1), batch, unit).squeeze(-1)
     return EmbeddingPass(indices, arrange(gradient, batch, unit), unit.outputs)
 
 
-def unbatched(module: nn.Module, inputs: Tensor, batch: int) -> bool:
-    """Whether this is a table of positions, looked up once for all examples: its gradients are summed over examples."""
-    return perhaps_summed(module, inputs) and batch not in (inputs.shape[0], inputs.shape[-1])
-
-
 def perhaps_summed(module: nn.Module, inputs: Tensor) -> bool:
-    """Whether gradients may be summed over examples: a row of indices, even as long as the batch, may be positions."""
+    """Whether gradients may be summed over examples, as of a table of positions that is looked up once for all.
+
+    A row of indices, even as long as the batch, may be positions.
+    """
     return isinstance(module, nn.Embedding) and (inputs.dim() == 1 or (inputs.dim() == 2 and inputs.shape[0] == 1))
 
 
@@ -162,23 +160,16 @@ def _observe_features_last(unit: Unit, module: Any, inputs: Tensor, gradient: Te
     return _elementwise(unit, F.layer_norm(inputs, inputs.shape[-1:], None, None, module.eps), gradient)
 
 
-def _running(module: Any, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-    """Running statistics, if there are any, in the statistics' type."""
-    mean, variance = module.running_mean, module.running_var
-    return (None, None) if mean is None else (batch.precise(mean), batch.precise(variance))
-
-
 def _observe_channels_first(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, batch: Batch) -> Pass:
     inputs = batch.precise(inputs)
     if isinstance(module, nn.GroupNorm):
         normalised = F.group_norm(inputs, module.num_groups, None, None, module.eps)
-    elif isinstance(module, nn.modules.instancenorm._InstanceNorm):
-        own = module.training or not module.track_running_stats
-        running, variance = (None, None) if own else _running(module, batch)
-        normalised = F.instance_norm(inputs, running, variance, None, None, own, 0.0, module.eps)
     else:
-        running, variance = (None, None) if module.training else _running(module, batch)
-        normalised = F.batch_norm(inputs, running, variance, None, None, running is None, 0.0, module.eps)
+        instance = isinstance(module, nn.modules.instancenorm._InstanceNorm)
+        own = module.training or (not module.track_running_stats if instance else module.running_mean is None)
+        mean, variance = (None if own else batch.precise(t) for t in (module.running_mean, module.running_var))
+        normalise = F.instance_norm if instance else F.batch_norm
+        normalised = normalise(inputs, mean, variance, None, None, own, 0.0, module.eps)
     return _elementwise(
         unit, arrange(normalised.movedim(1, -1), batch, unit), arrange(gradient.movedim(1, -1), batch, unit)
     )

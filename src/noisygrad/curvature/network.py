@@ -36,10 +36,9 @@ def find_units(model: nn.Module) -> tuple[list[Unit], dict[nn.Module, list[Unit]
         layer = None if inside is not None and module_name.startswith(inside) else find_layer(module)
         if layer is not None:
             inside = f"{module_name}." if module_name else ""
-            own_parameters = dict(module.named_parameters())
             trainable = {
                 own: parameter
-                for own, parameter in own_parameters.items()
+                for own, parameter in module.named_parameters()
                 if parameter.requires_grad and len(owners[id(parameter)]) == 1
             }
             found = layer.units(module_name, module, frozenset(trainable))

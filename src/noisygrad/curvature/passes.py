@@ -11,14 +11,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from noisygrad.families import kronecker, packed
-from noisygrad.families.base import Statistics, joined
-from noisygrad.families.units import Unit
+from noisygrad.families.base import Statistics
+from noisygrad.families.units import Unit, joined
 from noisygrad.kernels import squares
 from noisygrad.kernels.products import second_moment
 from noisygrad.kernels.squared_products import sum_of_squared_products, sum_of_squares_in_basis
@@ -69,14 +69,12 @@ def arrange(tensor: Tensor, batch: Batch, unit: Unit) -> Tensor:
 class Pass(ABC):
     """One pass through one unit: its per-example gradients, in the order of the unit's weights."""
 
+    examples: int
+    """How many examples it has."""
+
     @abstractmethod
     def rows(self) -> Tensor:
         """Per-example gradients, `[*replicas, batch, n]`."""
-
-    @property
-    @abstractmethod
-    def examples(self) -> int:
-        """How many examples it has."""
 
     def square_sums(self) -> list[Tensor]:
         """The sum over the batch of their squares, in pieces `[*replicas, ...]` that make up `[*replicas, n]`."""
@@ -86,10 +84,6 @@ class Pass(ABC):
         """The pieces of `square_sums` in the unit's own order of memory."""
         sums = self.square_sums()
         return [unit.to_memory(joined(sums))] if unit.has_custom_layout else sums
-
-    def squares(self) -> Tensor:
-        """The mean over the batch of their squares, `[*replicas, n]`."""
-        return joined(self.square_sums()) / self.examples
 
     def carried(self) -> dict[str, Tensor]:
         """The `inputs` and `gradients` it was made from: where a number that is not finite can come from.
@@ -104,14 +98,26 @@ class Pass(ABC):
         """One pass for several calls of one layer, whose gradients add up within an example."""
 
 
-def _end_to_end(passes: Sequence[Pass], *names: str, dim: int = -2) -> tuple[Tensor, Tensor]:
-    """These two tensors of all calls, position after position."""
-    first, second = (torch.cat([getattr(one, name) for one in passes], dim=dim) for name in names)
-    return first, second
+class PositionsPass(Pass):
+    """A dataclass of tensors `[..., batch, positions, ...]`, the output gradients and what was put in."""
+
+    gradients: Tensor
+
+    @property
+    def examples(self) -> int:  # type: ignore[override]
+        return self.gradients.shape[-3]
+
+    @classmethod
+    def joined(cls, passes: Sequence[Any]) -> Pass:
+        """The positions of all calls, one after another."""
+        first = passes[0]
+        names = [name for name, value in vars(first).items() if isinstance(value, Tensor)]
+        dim = first.gradients.dim() - 2
+        return cls(**vars(first) | {name: torch.cat([getattr(one, name) for one in passes], dim) for name in names})
 
 
 @dataclass
-class MatrixPass(Pass):
+class MatrixPass(PositionsPass):
     """A layer whose output is W a (+ b): activations `[..., B, T, in]`, output gradients `[..., B, T, out]`.
 
     `grouped` says that the last of the leading dimensions counts the groups of a convolution; `constant` that the
@@ -122,10 +128,6 @@ class MatrixPass(Pass):
     gradients: Tensor
     constant: bool
     grouped: bool = False
-
-    @property
-    def examples(self) -> int:
-        return self.gradients.shape[-3]
 
     def rows(self) -> Tensor:
         weight, bias = self.gradients.mT @ self.activations, self.gradients.sum(dim=-2)
@@ -179,25 +181,15 @@ class MatrixPass(Pass):
         """
         return sum_of_squares_in_basis(self.gradients, self.activations, left, right, self.constant)
 
-    @classmethod
-    def joined(cls, passes: Sequence[MatrixPass]) -> Pass:
-        first = passes[0]
-        activations, gradients = _end_to_end(passes, "activations", "gradients")
-        return MatrixPass(activations, gradients, first.constant, first.grouped)
-
 
 @dataclass
-class ElementwisePass(Pass):
+class ElementwisePass(PositionsPass):
     """A scale and shift of each channel: normalised inputs and output gradients, both `[..., B, T, channels]`."""
 
     normalised: Tensor
     gradients: Tensor
     scale: bool
     shift: bool
-
-    @property
-    def examples(self) -> int:
-        return self.gradients.shape[-3]
 
     def rows(self) -> Tensor:
         columns = []
@@ -210,22 +202,14 @@ class ElementwisePass(Pass):
     def carried(self) -> dict[str, Tensor]:
         return {"inputs": self.normalised, "gradients": self.gradients}
 
-    @classmethod
-    def joined(cls, passes: Sequence[Self]) -> Self:
-        return cls(*_end_to_end(passes, "normalised", "gradients"), passes[0].scale, passes[0].shift)
-
 
 @dataclass
-class EmbeddingPass(Pass):
+class EmbeddingPass(PositionsPass):
     """A table look-up: indices `[B, T]` and output gradients `[B, T, features]` of a table with `entries` rows."""
 
     indices: Tensor
     gradients: Tensor
     entries: int
-
-    @property
-    def examples(self) -> int:
-        return self.gradients.shape[0]
 
     def rows(self) -> Tensor:
         batch, _, features = self.gradients.shape
@@ -252,10 +236,6 @@ class EmbeddingPass(Pass):
         table = summed.new_zeros(self.entries, features).index_add_(0, entry, summed.square())
         return [table.flatten()]
 
-    @classmethod
-    def joined(cls, passes: Sequence[Self]) -> Self:
-        return cls(*_end_to_end(passes, "indices", "gradients", dim=1), passes[0].entries)
-
 
 @dataclass
 class SummedPass(Pass):
@@ -265,11 +245,7 @@ class SummedPass(Pass):
     """
 
     gradient: Tensor
-    batch: int
-
-    @property
-    def examples(self) -> int:
-        return self.batch
+    examples: int
 
     def rows(self) -> Tensor:
         raise TypeError(
@@ -282,4 +258,4 @@ class SummedPass(Pass):
 
     @classmethod
     def joined(cls, passes: Sequence[Self]) -> Self:
-        return cls(torch.stack([p.gradient for p in passes]).sum(dim=0), passes[0].batch)
+        return cls(torch.stack([p.gradient for p in passes]).sum(dim=0), passes[0].examples)

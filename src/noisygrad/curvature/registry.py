@@ -85,13 +85,6 @@ def find_layer(module: nn.Module) -> Layer | None:
     return REGISTRY[kind] if kind is not None and type(module).forward is kind.forward else None
 
 
-def known_layer(module: nn.Module) -> Layer:
-    """The entry for a module that has one."""
-    layer = find_layer(module)
-    assert layer is not None
-    return layer
-
-
 def _checked(name: str, layer: Any) -> Layer:
     """The layer, if it has all parts of its contract."""
     for part, arguments in _CONTRACT.items():

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -24,6 +25,7 @@ from torch.autograd.graph import Node
 from noisygrad.curvature.capture import Record
 from noisygrad.curvature.passes import MatrixPass, Pass
 from noisygrad.families.base import Statistics
+from noisygrad.families.family import Reads
 from noisygrad.families.units import Unit
 
 DEVICES = {"cuda"}
@@ -36,7 +38,7 @@ Summarise: TypeAlias = Callable[[Unit, Pass], Pass]
 class PassSummary(Pass):
     """The sums over examples that a block needs of a pass, in place of the pass."""
 
-    count: int
+    examples: int
     sizes: dict[str, Tensor]
     """For `inputs` and `gradients`, numbers that are not all finite if the pass's own were not, or if their squares
     overflow: `optim.finite.FiniteTrace` needs nothing else. The inputs themselves, until `release_inputs`."""
@@ -46,10 +48,6 @@ class PassSummary(Pass):
         inputs = self.sizes.get("inputs")
         if inputs is not None and _storage(inputs) not in map(_storage, others):
             self.sizes["inputs"] = inputs.sum()
-
-    @property
-    def examples(self) -> int:
-        return self.count
 
     def rows(self) -> Tensor:
         raise TypeError("a summary of a pass has no per-example gradients")
@@ -68,11 +66,6 @@ class SquareSummary(PassSummary):
 
     sums: list[Tensor]
 
-    @classmethod
-    def of(cls, one: Pass, unit: Unit) -> SquareSummary:
-        sums = one.layout_squares(unit)
-        return cls(one.examples, _sizes(one, sums), sums)
-
     def layout_squares(self, unit: Unit) -> list[Tensor]:
         return self.sums
 
@@ -82,12 +75,6 @@ class MomentSummary(PassSummary):
     """A and S, for a Kronecker product."""
 
     kept: Statistics
-
-    @classmethod
-    def of(cls, one: MatrixPass) -> MomentSummary:
-        moments = one.moments()
-        _, outputs = moments.diagonals()  # type: ignore[attr-defined]
-        return cls(one.examples, _sizes(one, [outputs]), moments)
 
     def moments(self) -> Statistics:
         return self.kept
@@ -101,12 +88,6 @@ class BasisSummary(PassSummary):
     outputs: Tensor
     in_basis: Tensor
 
-    @classmethod
-    def of(cls, one: MatrixPass, left: Tensor, right: Tensor) -> BasisSummary:
-        """The summary of a pass in a basis that stays until the summary is used."""
-        squares = one.squares_in_basis(left, right)
-        return cls(one.examples, _sizes(one, [squares]), one.input_moment(), one.output_moment(), squares)
-
     def input_moment(self) -> Tensor:
         return self.inputs
 
@@ -115,6 +96,22 @@ class BasisSummary(PassSummary):
 
     def squares_in_basis(self, left: Tensor, right: Tensor) -> Tensor:
         return self.in_basis
+
+
+def summarised(one: Pass, unit: Unit, reads: Reads, current: Statistics) -> Pass:
+    """All that a family that `reads` so wants to know of a pass; its `current` basis stays until that is used."""
+    if reads == "squares":
+        sums = one.layout_squares(unit)
+        return SquareSummary(one.examples, _sizes(one, sums), sums)
+    if reads == "rows" or not isinstance(one, MatrixPass):
+        return one
+    if reads == "moments":
+        moments = one.moments()
+        _, outputs = moments.diagonals()  # type: ignore[attr-defined]
+        return MomentSummary(one.examples, _sizes(one, [outputs]), moments)
+    basis = current.tensors()
+    squares = one.squares_in_basis(basis["left"], basis["right"])
+    return BasisSummary(one.examples, _sizes(one, [squares]), one.input_moment(), one.output_moment(), squares)
 
 
 def _sizes(one: Pass, squares: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -153,15 +150,12 @@ def reaches(start: Node, targets: set[Node], dead_ends: set[Node]) -> bool:
 def gradient_hooks(records: Sequence[Record], take: Callable[[Record, Tensor], None]) -> Iterator[None]:
     """Inside, a backward pass calls `take` with each record and its output gradient."""
 
-    def hook(record: Record) -> Callable[[tuple[Tensor | None, ...]], None]:
-        def receive(gradients: tuple[Tensor | None, ...]) -> None:
-            gradient = gradients[record.edge.output_nr]
-            if gradient is not None:
-                take(record, gradient)
+    def receive(record: Record, gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[record.edge.output_nr]
+        if gradient is not None:
+            take(record, gradient)
 
-        return receive
-
-    handles = [record.edge.node.register_prehook(hook(record)) for record in records]
+    handles = [record.edge.node.register_prehook(partial(receive, record)) for record in records]
     try:
         yield
     finally:

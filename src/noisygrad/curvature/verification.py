@@ -25,59 +25,8 @@ COARSE_TOLERANCE = 0.1
 _VERIFIED: WeakSet[nn.Module] = WeakSet()
 
 
-def needs_verification(module: nn.Module) -> bool:
-    """Whether a user's layer has not been compared with autograd yet."""
-    return module not in _VERIFIED
-
-
-def verify_layer(
-    module: nn.Module,
-    layer: Layer,
-    units: Sequence[Unit],
-    forward: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> None:
-    """Compare the gradients that `layer` gives for a call of `module` with those of autograd.
-
-    The call is repeated with a few of its examples, with copies of the parameters and buffers, so that nothing of the
-    network changes. A weight is multiplied by random factors: one that happens to be 0 or 1 must not hide a mistake.
-
-    Raises:
-        ValueError: they differ, which says that the layer is not what it was registered as.
-    """
-    if capturing() or module in _VERIFIED:
-        return
-    call = _Call(module, layer, units, forward, args, kwargs)
-    dim = len(units[0].replicas) + units[0].sequence_first
-    inputs = call.inputs(args, kwargs)
-    repeated = None
-    if inputs.dim() > dim + inputs.is_floating_point():
-        # A forward may want the whole batch, or have its batch elsewhere.
-        with suppress(Exception):
-            repeated = call.repeat(dim)
-    rows, by_autograd, tolerance = repeated or call.repeat(None)
-    conclusive = True
-    for name, found, true in call.comparisons(rows, by_autograd):
-        scale = torch.maximum(true.norm(), found.norm())
-        if not bool(scale.isfinite()) or not bool(scale):
-            conclusive = False  # an input that is 0 everywhere, or not finite, shows nothing
-            continue
-        error = float((found - true).norm() / scale)
-        if error > tolerance:
-            raise ValueError(
-                f"{call.title}: the gradient of {name!r} by its registered layer "
-                f"differs from autograd's, by {error:.1%} of its norm. If it was registered with like=, its forward "
-                "does not compute what that layer does, from a weight and a bias alone: register it with a "
-                "Layer(units, observe) of its own, or not at all, which gives its parameters a diagonal block. If "
-                "with a Layer, correct `units` or `observe`"
-            )
-    if conclusive:
-        _VERIFIED.add(module)
-
-
 @dataclass(frozen=True)
-class _Call:
+class LayerCall:
     """One call of a user's layer, which can be repeated."""
 
     module: nn.Module
@@ -112,11 +61,10 @@ class _Call:
         generator = torch.Generator().manual_seed(0)
         with _undisturbed(device), _copies(self.module, generator) as parameters:
             output = self.forward(*args, **kwargs)
-            starts, names, leaves = _starts(output, dim, generator), list(parameters), list(parameters.values())
-            by_autograd = []
-            for start in starts:
-                found = torch.autograd.grad(output, leaves, start, retain_graph=True, materialize_grads=True)
-                by_autograd.append(dict(zip(names, found, strict=True)))
+            starts, leaves = _starts(output, dim, generator), list(parameters.values())
+            options: dict[str, Any] = {"retain_graph": True, "materialize_grads": True}
+            found = [torch.autograd.grad(output, leaves, start, **options) for start in starts]
+            by_autograd = [dict(zip(parameters, gradients, strict=True)) for gradients in found]
             batch = Batch(size, size, torch.promote_types(output.dtype, torch.float32))
             gradient = torch.stack(starts).sum(dim=0)
             rows = []
@@ -163,6 +111,44 @@ class _Call:
             return value.detach().clone()
 
         return [copied(value) for value in self.args], {name: copied(value) for name, value in self.kwargs.items()}
+
+
+def verify(call: LayerCall) -> None:
+    """Compare the gradients that a layer gives for a call with those of autograd.
+
+    The call is repeated with a few of its examples, with copies of the parameters and buffers, so that nothing of the
+    network changes. A weight is multiplied by random factors: one that happens to be 0 or 1 must not hide a mistake.
+
+    Raises:
+        ValueError: they differ, which says that the layer is not what it was registered as.
+    """
+    if call.module in _VERIFIED or capturing():
+        return
+    dim = len(call.units[0].replicas) + call.units[0].sequence_first
+    inputs = call.inputs(call.args, call.kwargs)
+    repeated = None
+    if inputs.dim() > dim + inputs.is_floating_point():
+        # A forward may want the whole batch, or have its batch elsewhere.
+        with suppress(Exception):
+            repeated = call.repeat(dim)
+    rows, by_autograd, tolerance = repeated or call.repeat(None)
+    conclusive = True
+    for name, found, true in call.comparisons(rows, by_autograd):
+        scale = torch.maximum(true.norm(), found.norm())
+        if not bool(scale.isfinite()) or not bool(scale):
+            conclusive = False  # an input that is 0 everywhere, or not finite, shows nothing
+            continue
+        error = float((found - true).norm() / scale)
+        if error > tolerance:
+            raise ValueError(
+                f"{call.title}: the gradient of {name!r} by its registered layer "
+                f"differs from autograd's, by {error:.1%} of its norm. If it was registered with like=, its forward "
+                "does not compute what that layer does, from a weight and a bias alone: register it with a "
+                "Layer(units, observe) of its own, or not at all, which gives its parameters a diagonal block. If "
+                "with a Layer, correct `units` or `observe`"
+            )
+    if conclusive:
+        _VERIFIED.add(call.module)
 
 
 def _starts(output: Tensor, dim: int | None, generator: torch.Generator) -> list[Tensor]:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from noisygrad.exploration.sensitivity import Sensitivity, sensitivities
 from noisygrad.families.base import FactoredCovariance, Precision
+from noisygrad.families.units import by_unit
 from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.posterior import Posterior
 
@@ -156,6 +157,6 @@ def _of_block(
         (unit,) = block.units
         yield layer_gain(layers[unit.name], dataclasses.replace(found, left=scale**0.5 * found.left), covariance)
         return
-    for unit, part in zip(block.units, found.split([unit.size for unit in block.units], dim=-1), strict=True):
+    for unit, part in by_unit(block.units, found):
         variances = scale * unit.matrix(part).unflatten(-1, (unit.outputs, unit.inputs))
         yield layer_gain(layers[unit.name], variances, covariance)

@@ -1,7 +1,7 @@
 """How the outputs of a network depend on each layer's weights, for many examples and several draws of the weights."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -77,11 +77,6 @@ def _check(posterior: Posterior, inputs: Tensor) -> None:
         raise ValueError(f"the inputs must be rows, [examples, features]; got a tensor of shape {tuple(inputs.shape)}")
     if posterior.structure.replicas:
         raise ValueError("replicated networks are not supported here: take one replica")
-    if wrong := list(_unsupported(posterior)):
+    units = posterior.structure.units
+    if wrong := [f"{unit.name} ({unit.layer})" for unit in units if unit.kind != "matrix" or not unit.chainable]:
         raise ValueError(f"only networks of Linear layers are supported here; this one has {', '.join(wrong)}")
-
-
-def _unsupported(posterior: Posterior) -> Iterator[str]:
-    for unit in posterior.structure.units:
-        if not (unit.kind == "matrix" and unit.chainable):
-            yield f"{unit.name} ({unit.layer})"

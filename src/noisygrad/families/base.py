@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, Self
 
 import torch
@@ -24,11 +24,6 @@ from torch import Tensor
 
 DampingMode = Literal["factored", "exact"]
 """How a Kronecker block adds the prior: into each factor (eq. 11 of the paper) or exactly, in the eigenbasis."""
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    """The parts of a vector end to end; a single one as it is."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-1)
 
 
 def constant_rows(value: float, shape: Sequence[int], like: Tensor) -> Tensor:
@@ -39,6 +34,14 @@ def constant_rows(value: float, shape: Sequence[int], like: Tensor) -> Tensor:
 def has_constant_rows(tensor: Tensor) -> bool:
     """Whether each row is known to be of one number throughout."""
     return tensor.stride(-1) == 0
+
+
+def matrix_of(function: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
+    """The matrix `[..., n, n]` of a linear function of vectors shaped like `like`, from each unit vector."""
+    size = like.shape[-1]
+    eye = torch.eye(size, dtype=like.dtype, device=like.device)
+    columns = function(eye.reshape(size, *(1,) * (like.dim() - 1), size).expand(size, *like.shape))
+    return columns.movedim(0, -1)
 
 
 class TensorMap(Protocol):
@@ -278,10 +281,7 @@ class Precision(SolverSampler):
 
     def covariance(self, like: Tensor) -> Tensor:
         """P⁻¹ as a matrix `[..., n, n]`, for vectors shaped like `like`: R Rᵀ, what `sample` draws from."""
-        size = like.shape[-1]
-        eye = torch.eye(size, dtype=like.dtype, device=like.device)
-        columns = self.sample(eye.reshape(size, *(1,) * (like.dim() - 1), size).expand(size, *like.shape))
-        root = columns.movedim(0, -1)
+        root = matrix_of(self.sample, like)
         return root @ root.mT
 
     def layer_covariance(self) -> FactoredCovariance | Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from noisygrad.families import base, factors
-from noisygrad.families.factors import congruence_diagonal, in_eigenbasis
+from noisygrad.families.factors import in_eigenbasis
 from noisygrad.kernels.factorisation import FactorisationError, inverse_root, rounding_floor, symmetric_eigh
 from noisygrad.kernels.products import between
 
@@ -151,23 +151,19 @@ class Precision(Blocks, base.Precision):
         layers = prior.layers()
         total = torch.zeros_like(self.log_determinant)
         for i, (left, right, r) in enumerate(zip(self.left, self.right, self.spectrum, strict=True)):
-            total = total + _block_trace(layers[i], left, right, r)
+            total = total + layers[i].trace(left, right, r)
             if i < len(self.psi_outputs):
                 psi_left, psi_right = self.psi_outputs[i].mT @ left, self.psi_inputs[i].mT @ right
-                total = total + _block_trace(layers[i + 1], psi_left, psi_right, r)
+                total = total + layers[i + 1].trace(psi_left, psi_right, r)
                 if not prior.diagonal:
                     outputs = (left * (prior.cross_outputs[i] @ psi_left)).sum(-2)
                     inputs = (right * (prior.cross_inputs[i] @ psi_right)).sum(-2)
-                    total = total - 2.0 * _weighted(outputs, inputs, r)
+                    total = total - 2.0 * (outputs[..., :, None] * inputs[..., None, :] / r).sum((-2, -1))
         return total
 
     def to_dense(self) -> Tensor:
-        """P, from its product with every unit vector."""
         size = sum(left.shape[-1] * right.shape[-1] for left, right in zip(self.left, self.right, strict=True))
-        batch = self.log_determinant.shape
-        eye = torch.eye(size, dtype=self.log_determinant.dtype, device=self.log_determinant.device)
-        columns = self.times(eye.reshape(size, *(1,) * len(batch), size).expand(size, *batch, size))
-        return columns.movedim(0, -1)
+        return base.matrix_of(self.times, self.log_determinant.unsqueeze(-1).expand(*self.log_determinant.shape, size))
 
     def as_prior(self) -> Prior:
         """The prior with P's blocks, couplings included: P itself."""
@@ -252,15 +248,6 @@ def _correlate(root: Tensor, cross: Tensor, next_root: Tensor, bases: list[Tenso
     psis.append(half @ next_root.mT)
     # Damping keeps every correlation below 1; rounding may not.
     return s.clamp(max=1.0 - torch.finfo(s.dtype).eps)
-
-
-def _block_trace(layer: factors.Prior, left: Tensor, right: Tensor, spectrum: Tensor) -> Tensor:
-    outputs = congruence_diagonal(left, layer.outputs, layer.diagonal)
-    return _weighted(outputs, congruence_diagonal(right, layer.inputs, layer.diagonal), spectrum)
-
-
-def _weighted(outputs: Tensor, inputs: Tensor, spectrum: Tensor) -> Tensor:
-    return (outputs[..., :, None] * inputs[..., None, :] / spectrum).sum((-2, -1))
 
 
 def _join(parts: Sequence[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ from noisygrad.families import base, factors
 from noisygrad.families.base import DampingMode
 from noisygrad.families.diagonal import DIAGONAL, join_units
 from noisygrad.families.family import Family, Layout, Part, PrecisionOf, register_family, weight_precisions
-from noisygrad.families.units import Span, Unit
+from noisygrad.families.units import Span, Unit, by_unit
 from noisygrad.kernels.factorisation import FactorisationError, inverse_root, not_positive, rounding_floor
 
 LARGEST = 20_000
@@ -77,11 +77,9 @@ class Precision(base.Precision):
     log_determinant: Tensor
 
     def solve(self, vector: Tensor) -> Tensor:
-        """root (rootᵀ v)."""
         return _apply(self.root, _apply(self.root.mT, vector))
 
     def sample(self, noise: Tensor) -> Tensor:
-        """root z."""
         return _apply(self.root, noise)
 
     def quad(self, vector: Tensor) -> Tensor:
@@ -91,7 +89,6 @@ class Precision(base.Precision):
         return self.log_determinant
 
     def trace(self, prior: base.Prior) -> Tensor:
-        """tr(rootᵀ Γ root)."""
         if not isinstance(prior, Prior):
             raise TypeError(f"expected the dense family's Prior, got {type(prior).__module__}.Prior")
         weighted = prior.precision[..., None] * self.root if prior.diagonal else prior.precision @ self.root
@@ -154,8 +151,7 @@ class Dense(Family):
     def pieces(self, units: Sequence[Unit], statistics: base.Statistics) -> list[tuple[str, Tensor]]:
         """Each layer's part of the diagonal: by the inequality of Cauchy and Schwarz the rest is finite if it is."""
         diagonal = statistics.tensors()["fisher"].diagonal(dim1=-2, dim2=-1)
-        parts = diagonal.split([unit.size for unit in units], dim=-1)
-        return [(unit.name, part) for unit, part in zip(units, parts, strict=True)]
+        return [(unit.name, part) for unit, part in by_unit(units, diagonal)]
 
     def fitted_prior_shapes(self, statistics: base.Statistics) -> dict[str, torch.Size]:
         return {"precision": statistics.tensors()["fisher"].shape}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from noisygrad.families import base
-from noisygrad.families.base import DampingMode, constant_rows, has_constant_rows, joined
+from noisygrad.families.base import DampingMode, constant_rows, has_constant_rows
 from noisygrad.families.family import (
     Family,
     Layout,
@@ -23,7 +23,7 @@ from noisygrad.families.family import (
     register_family,
     weight_precisions,
 )
-from noisygrad.families.units import Span, Unit
+from noisygrad.families.units import Span, Unit, by_unit, joined
 from noisygrad.kernels.factorisation import capturing, factorisation_error, not_positive
 from noisygrad.kernels.threads import run_in_threads
 
@@ -42,7 +42,6 @@ class Prior(base.Prior):
         return dataclasses.replace(self, precision=(rows * factor).expand(self.precision.shape))
 
     def times(self, vector: Tensor) -> Tensor:
-        """Γ_j v_j."""
         return self.precision * vector
 
     def logdet(self) -> Tensor:
@@ -77,7 +76,6 @@ class Root(base.Sampler):
     inverse_root: Tensor
 
     def sample(self, noise: Tensor) -> Tensor:
-        """z / √p."""
         return noise * self.inverse_root
 
     def perturb(self, mean: Tensor, noise: Tensor, scale: float, out: Tensor | None = None) -> Tensor:
@@ -91,7 +89,6 @@ class Divisor(base.Solver):
     diagonal: Tensor
 
     def solve(self, vector: Tensor) -> Tensor:
-        """v / p."""
         return vector / self.diagonal
 
 
@@ -106,14 +103,12 @@ class Precision(Root, Divisor, base.Precision):
         return Divisor(self.diagonal)
 
     def quad(self, vector: Tensor) -> Tensor:
-        """Σ p_j v_j²."""
         return (self.diagonal * vector.square()).sum(-1)
 
     def logdet(self) -> Tensor:
         return self.diagonal.log().sum(-1)
 
     def trace(self, prior: base.Prior) -> Tensor:
-        """Σ Γ_j / p_j."""
         if not isinstance(prior, Prior):
             raise TypeError(f"expected the diagonal family's Prior, got {type(prior).__module__}.Prior")
         return (prior.precision / self.diagonal).sum(-1)
@@ -166,8 +161,7 @@ class Diagonal(Family):
         return float(sum(unit.size for unit in units))
 
     def pieces(self, units: Sequence[Unit], statistics: base.Statistics) -> list[tuple[str, Tensor]]:
-        parts = statistics.tensors()["fisher"].split([unit.size for unit in units], dim=-1)
-        return [(unit.name, part) for unit, part in zip(units, parts, strict=True)]
+        return [(unit.name, part) for unit, part in by_unit(units, statistics.tensors()["fisher"])]
 
     def split(self, units: Sequence[Unit], precision: base.Precision, prior: base.Prior) -> Iterator[Piece]:
         """Layer by layer, since their weights have nothing to do with each other."""

@@ -66,10 +66,8 @@ class Statistics(base.Statistics):
         part of a CUDA graph. Raises FactorisationError where something is not finite or cannot be decomposed, and
         ValueError where the bases belong to another prior; then nothing has changed.
         """
-        rows, _ = factors.whitener(prior.outputs, prior.diagonal)
-        columns, _ = factors.whitener(prior.inputs, prior.diagonal)
-        old_left = _orthonormal(self.left, rows, prior.diagonal)
-        old_right = _orthonormal(self.right, columns, prior.diagonal)
+        rows, _, old_left = _side(prior.outputs, self.left, prior.diagonal)
+        columns, _, old_right = _side(prior.inputs, self.right, prior.diagonal)
         _check(self.fisher + 1.0, old_left, old_right, 0.0)
         left = _eigenvectors(self.outputs, rows, prior.diagonal, old_left)
         right = _eigenvectors(self.inputs, columns, prior.diagonal, old_right)
@@ -86,10 +84,8 @@ class Statistics(base.Statistics):
         γ_ex I is exact for an isotropic prior; otherwise it is replaced by its diagonal in the basis. Raises ValueError
         where the bases belong to another prior.
         """
-        rows, logdet_s = factors.whitener(prior.outputs, prior.diagonal)
-        columns, logdet_a = factors.whitener(prior.inputs, prior.diagonal)
-        left_basis = _orthonormal(self.left, rows, prior.diagonal)
-        right_basis = _orthonormal(self.right, columns, prior.diagonal)
+        _, logdet_s, left_basis = _side(prior.outputs, self.left, prior.diagonal)
+        _, logdet_a, right_basis = _side(prior.inputs, self.right, prior.diagonal)
         spectrum = self.fisher + 1.0
         if damping:
             spectrum.add_(_squared_lengths(self.left, self.right), alpha=damping)
@@ -133,12 +129,12 @@ def _times(factor: Tensor, matrix: Tensor, diagonal: bool) -> Tensor:
     return factor[..., :, None] * matrix if diagonal else matmul(factor, matrix)
 
 
-def _orthonormal(basis: Tensor, whitener: Tensor, diagonal: bool) -> Tensor:
-    """U of `basis` = W U."""
+def _side(factor: Tensor, basis: Tensor, diagonal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(W, log |factor|, U) of one factor of the prior and `basis` = W U."""
+    whitener, logdet = factors.whitener(factor, diagonal)
     if diagonal:
-        return basis / whitener[..., :, None]
-    solved: Tensor = torch.linalg.solve_triangular(whitener, basis, upper=True)
-    return solved
+        return whitener, logdet, basis / whitener[..., :, None]
+    return whitener, logdet, torch.linalg.solve_triangular(whitener, basis, upper=True)
 
 
 def _eigenvectors(moment: Tensor, whitener: Tensor, diagonal: bool, old: Tensor | None = None) -> Tensor:
@@ -219,12 +215,6 @@ class Eigen(kronecker.Kronecker):
         squares = one.squares_in_basis(current.left, current.right)
         moments = one.input_moment(), one.output_moment()
         return Statistics(*moments, current.left, current.right, squares / one.examples)
-
-    def unmeasured(self, current: base.Statistics) -> Statistics:
-        """S = 0 and R = 0, and A as it was."""
-        assert isinstance(current, Statistics)
-        zeros = {name: torch.zeros_like(getattr(current, name)) for name in ("outputs", "fisher")}
-        return dataclasses.replace(current, inputs=current.inputs.clone(), **zeros)
 
     def cost(self, units: Sequence[Unit]) -> float:
         """Some ten Cholesky factorisations of each factor."""

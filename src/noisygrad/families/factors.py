@@ -49,6 +49,14 @@ class Prior(base.Prior):
         )
         return self.inputs.shape[-1] * outputs + self.outputs.shape[-1] * inputs
 
+    def trace(self, left: Tensor, right: Tensor, spectrum: Tensor | None) -> Tensor:
+        """tr(Γ (U ⊗ V) diag(1/R) (U ⊗ V)ᵀ) = Σ_ij (Uᵀ Γ_S U)_ii (Vᵀ Γ_A V)_jj / R_ij; None for an R of ones."""
+        outputs = _congruence_diagonal(left, self.outputs, self.diagonal)
+        inputs = _congruence_diagonal(right, self.inputs, self.diagonal)
+        if spectrum is None:
+            return outputs.sum(-1) * inputs.sum(-1)
+        return (outputs[..., :, None] * inputs[..., None, :] / spectrum).sum((-2, -1))
+
     def matrices(self) -> tuple[Tensor, Tensor]:
         """(Γ_S, Γ_A) as matrices."""
         if self.diagonal:
@@ -153,7 +161,7 @@ def kronecker_product(left: Tensor, right: Tensor) -> Tensor:
     return product.flatten(-4, -3).flatten(-2, -1)
 
 
-def congruence_diagonal(basis: Tensor, factor: Tensor, diagonal: bool) -> Tensor:
+def _congruence_diagonal(basis: Tensor, factor: Tensor, diagonal: bool) -> Tensor:
     """The diagonal of basisᵀ factor basis; `factor` is given by its own diagonal if `diagonal`."""
     weighted = factor[..., :, None] * basis if diagonal else factor @ basis
     return (basis * weighted).sum(-2)

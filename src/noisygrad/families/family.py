@@ -10,7 +10,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -24,22 +24,9 @@ parameter after parameter, each row by row."""
 Reads = Literal["rows", "squares", "moments", "basis"]
 """What `measure` reads of a pass: per-example gradients, sums of their squares, second moments of both sides, or these
 and the sums of squares in the current basis (`left`, `right` of the statistics)."""
+Record = TypeVar("Record", bound=Statistics)
 PrecisionOf = Callable[[str], float]
 """From the name of a parameter to the precision 1/η of its prior."""
-
-
-class Evidence(Protocol):
-    """What one pass through a layer says of its per-example gradients (`curvature.passes`)."""
-
-    @property
-    def examples(self) -> int:
-        """How many there are."""
-
-    def rows(self) -> Tensor:
-        """Per-example gradients, `[*replicas, examples, n]`."""
-
-    def layout_squares(self, unit: Unit, /) -> list[Tensor]:
-        """The sums of their squares, in pieces that lie as the unit's weights do."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +80,7 @@ class Family(ABC):
 
     @abstractmethod
     def measure(self, units: Sequence[Unit], passes: Mapping[str, Any], current: Statistics) -> Statistics:
-        """The statistics of one pass, `Evidence` by the name of the unit, for a moving average that is now `current`.
+        """The statistics of one pass, a `curvature.passes.Pass` by name of the unit, for an average now `current`.
 
         A layer that took no part is not in `passes`: it has no gradient, and says nothing of its inputs.
         """
@@ -110,12 +97,12 @@ class Family(ABC):
     def pieces(self, units: Sequence[Unit], statistics: Statistics) -> list[tuple[str, Tensor]]:
         """Tensors that are finite if all statistics are, each with the name of the layer that it is about."""
 
-    def unmeasured(self, current: Statistics) -> Statistics:
-        """The statistics of a pass in which none of the layers took part: 0, of what is made of gradients.
-
-        A family with moments of inputs keeps those of `current`: such a pass says nothing of them.
-        """
-        return current.map(torch.zeros_like)
+    def unmeasured(self, current: Record) -> Record:
+        """What a pass says in which none of the layers took part: 0, but for moments called `inputs`, which stay."""
+        averages = current.averages()
+        kept = {name: tensor.clone() for name, tensor in averages.items() if name.startswith("inputs")}
+        nothing = {name: torch.zeros_like(tensor) for name, tensor in averages.items() if name not in kept}
+        return current.with_tensors(current.tensors() | kept | nothing)
 
     def notes(self, units: Sequence[Unit], statistics: Statistics) -> dict[str, str]:
         """What the statistics say about single layers, for the table of coverage."""

@@ -19,7 +19,6 @@ from noisygrad.families.base import DampingMode
 from noisygrad.families.diagonal import rest_as_diagonal
 from noisygrad.families.factors import (
     Prior,
-    congruence_diagonal,
     damped_factors,
     identity,
     in_eigenbasis,
@@ -154,17 +153,11 @@ class Precision(base.Precision):
         return self.log_determinant
 
     def trace(self, prior: base.Prior) -> Tensor:
-        """Σ_ij (Uᵀ Γ_S U)_ii (Vᵀ Γ_A V)_jj / R_ij."""
         if not isinstance(prior, Prior):
             raise TypeError(f"expected the Kronecker family's Prior, got {type(prior).__module__}.Prior")
-        left = congruence_diagonal(self.left, prior.outputs, prior.diagonal)
-        right = congruence_diagonal(self.right, prior.inputs, prior.diagonal)
-        if self.spectrum is None:
-            return left.sum(-1) * right.sum(-1)
-        return (left[..., :, None] * right[..., None, :] / self.spectrum).sum((-2, -1))
+        return prior.trace(self.left, self.right, self.spectrum)
 
     def to_dense(self) -> Tensor:
-        """Σᵢ Sᵢ ⊗ Aᵢ."""
         dense = [kronecker_product(outputs, inputs) for outputs, inputs in self._pairs()]
         return torch.stack(dense).sum(0)
 
@@ -209,7 +202,6 @@ class Inverse(base.Solver):
     right: Tensor
 
     def solve(self, vector: Tensor) -> Tensor:
-        """left X right."""
         matrix = vector.reshape(*vector.shape[:-1], self.left.shape[-1], self.right.shape[-1])
         return matmul(matmul(self.left, matrix), self.right).flatten(-2)
 
@@ -245,15 +237,6 @@ class Kronecker(Family):
             return self.unmeasured(current)
         measured: base.Statistics = passes[unit.name].moments()
         return measured
-
-    def unmeasured(self, current: base.Statistics) -> base.Statistics:
-        """S = 0, and A as it was."""
-        nothing = current.map(torch.zeros_like)
-        before = current.tensors()
-        for name, tensor in nothing.tensors().items():
-            if name.startswith("inputs"):
-                tensor.copy_(before[name])
-        return nothing
 
     def prior(self, span: Span, precision_of: PrecisionOf, like: Tensor) -> Prior:
         (unit,) = span.units

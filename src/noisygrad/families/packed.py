@@ -38,8 +38,7 @@ class Statistics(base.Statistics):
 
     def load_unpacked_(self, unpacked: base.TensorRecord) -> None:
         assert isinstance(unpacked, kronecker.Statistics)
-        triangles.fill_(self.inputs, unpacked.inputs)
-        triangles.fill_(self.outputs, unpacked.outputs)
+        self.copy_(self.of(unpacked))
 
     def diagonals(self) -> tuple[Tensor, Tensor]:
         return triangles.diagonal(self.inputs), triangles.diagonal(self.outputs)
@@ -92,19 +91,8 @@ class Factors(base.SolverSampler):
         )
 
     def load_unpacked_(self, unpacked: base.TensorRecord) -> None:
-        inverses: tuple[Tensor | None, Tensor | None]
-        if isinstance(unpacked, kronecker.Inverse):
-            inverses = unpacked.left, unpacked.right
-        else:
-            assert isinstance(unpacked, kronecker.Precision)
-            triangles.fill_(self.left, unpacked.left.mT)
-            triangles.fill_(self.right, unpacked.right.mT)
-            assert self.log_determinant is not None
-            self.log_determinant.copy_(unpacked.log_determinant)
-            inverses = unpacked.inverse_left, unpacked.inverse_right
-        for bands, inverse in zip((self.inverse_left, self.inverse_right), inverses, strict=True):
-            if inverse is not None:
-                triangles.fill_(bands, inverse)
+        assert isinstance(unpacked, kronecker.Precision | kronecker.Inverse)
+        self.copy_(self.of(unpacked))
 
     def solve(self, vector: Tensor) -> Tensor:
         """U Uᵀ X V Vᵀ."""
@@ -127,9 +115,8 @@ def pack_statistics(whole: base.Statistics) -> base.Statistics:
 
 def pack_factors(whole: Record) -> Record | Factors:
     """What steps or draws of any family need, large factors in bands where there is no eigenbasis."""
-    if isinstance(whole, kronecker.Precision) and whole.spectrum is not None:
-        return whole
-    if not isinstance(whole, kronecker.Precision | kronecker.Inverse):
+    in_eigenbasis = isinstance(whole, kronecker.Precision) and whole.spectrum is not None
+    if in_eigenbasis or not isinstance(whole, kronecker.Precision | kronecker.Inverse):
         return whole
     return Factors.of(whole) if _is_large(whole.left, whole.right) else whole
 

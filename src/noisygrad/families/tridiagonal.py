@@ -129,11 +129,6 @@ class Tridiagonal(Family):
             cross_outputs[i] = second_moment(one.gradients, after.gradients, False, False) * positions
         return Statistics(tuple(inputs), tuple(outputs), tuple(cross_inputs), tuple(cross_outputs))
 
-    def unmeasured(self, current: base.Statistics) -> Statistics:
-        """No gradients; the A_i as they were."""
-        assert isinstance(current, Statistics)
-        return dataclasses.replace(current.map(torch.zeros_like), inputs=current.clone().inputs)
-
     def prior(self, span: Span, precision_of: PrecisionOf, like: Tensor) -> Prior:
         columns = [column_precisions(unit, span, precision_of, like) for unit in span.units]
         return Prior.from_columns(columns, [unit.outputs for unit in span.units])

@@ -5,7 +5,7 @@ by row, or in the parameter's own order of memory (`Slot.memory_layout`).
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -142,6 +142,18 @@ class Unit:
         return torch.cat(parts, dim=-1)
 
 
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The parts of a vector end to end; a single one as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=-1)
+
+
+def by_unit(units: Sequence[Unit], vector: Tensor) -> list[tuple[Unit, Tensor]]:
+    """Each unit with its part of a vector `[..., n]` of all of them, as a view."""
+    if len(units) == 1:
+        return [(units[0], vector)]
+    return list(zip(units, vector.split([unit.size for unit in units], dim=-1), strict=True))
+
+
 class Span:
     """A piece of the flat vector that several units share: [start, start + size), as a family takes it."""
 
@@ -179,11 +191,7 @@ class Span:
         """Its part of a flat vector in the layout of its family, `[*batch, n]`; a view where that has no matrices."""
         part = self.segment(flat)
         if self.by_matrix:
-            if len(self.units) == 1:
-                part = self.units[0].matrix(part)
-            else:
-                pieces = part.split([unit.size for unit in self.units], dim=-1)
-                part = torch.cat([unit.matrix(piece) for unit, piece in zip(self.units, pieces, strict=True)], dim=-1)
+            part = joined([unit.matrix(piece) for unit, piece in by_unit(self.units, part)])
         return self.batched(part)
 
     def batched(self, part: Tensor) -> Tensor:
@@ -196,12 +204,9 @@ class Span:
         values = values.flatten(start_dim=-2) if self.num_groups > 1 else values
         if not self.by_matrix:
             part.copy_(values)
-        elif len(self.units) == 1:
-            self.units[0].write_matrix_(part, values)
-        else:
-            sizes = [unit.size for unit in self.units]
-            for unit, piece, value in zip(self.units, part.split(sizes, -1), values.split(sizes, -1), strict=True):
-                unit.write_matrix_(piece, value)
+            return
+        for (unit, piece), (_, value) in zip(by_unit(self.units, part), by_unit(self.units, values), strict=True):
+            unit.write_matrix_(piece, value)
 
     def total(self, values: Tensor) -> Tensor:
         """One number per replica from one per sub-block."""

@@ -167,9 +167,9 @@ def _invert(lower: Tensor, inverse: Tensor, small: int) -> None:
     inverse[..., after, before] = matmul(inverse[..., after, after], coupling).neg_()
 
 
-def _solved_for_identity(lower: Tensor) -> Tensor:
-    eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
-    solved: Tensor = torch.linalg.solve_triangular(lower, eye.expand_as(lower), upper=False)
+def _solved_for_identity(triangle: Tensor, upper: bool = False) -> Tensor:
+    eye = torch.eye(triangle.shape[-1], dtype=triangle.dtype, device=triangle.device)
+    solved: Tensor = torch.linalg.solve_triangular(triangle, eye.expand_as(triangle), upper=upper)
     return solved
 
 
@@ -193,9 +193,7 @@ def _floored_inverse_root(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor
     # Triangular like Cholesky's, and independent of the choice of eigenvectors: λ^½ Vᵀ = Q R makes the matrix RᵀR.
     upper: Tensor = torch.linalg.qr(eigenvalues.sqrt()[..., :, None] * vectors.mT, mode="r").R
     upper = upper * upper.diagonal(dim1=-2, dim2=-1).sign()[..., :, None]
-    eye = torch.eye(size, dtype=upper.dtype, device=upper.device).expand_as(upper)
-    root: Tensor = torch.linalg.solve_triangular(upper, eye, upper=True)
-    return root.to(matrix.dtype), eigenvalues.log().sum(-1).to(matrix.dtype)
+    return _solved_for_identity(upper, upper=True).to(matrix.dtype), eigenvalues.log().sum(-1).to(matrix.dtype)
 
 
 def symmetric_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,12 +62,8 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
     multiply = onednn()
     assert multiply is not None
     # Columns with gaps would be multiplied one number at a time, hundreds of times slower.
-    columns = right.mT if _is_dense(right) else right.mT.contiguous()
+    columns = right.mT if right.is_contiguous() else right.mT.contiguous()
     return multiply(left.contiguous(), columns)
-
-
-def _is_dense(matrix: Tensor) -> bool:
-    return matrix.is_contiguous() or matrix.mT.is_contiguous()
 
 
 LARGE_SIDE = 512

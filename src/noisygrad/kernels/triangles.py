@@ -30,11 +30,6 @@ ALIGNMENT = 64
 """The widths are multiples of it, as tensor cores prefer."""
 
 
-def use_bands_at(size: int) -> bool:
-    """Whether a matrix of this many rows is stored in bands."""
-    return size >= LARGE
-
-
 def cut(matrix: Tensor, bands: int) -> Bands:
     """`[..., d, d]` in at most this many bands, as views: (1 + 1/bands)/2 of the numbers."""
     size = matrix.shape[-1]
@@ -44,7 +39,7 @@ def cut(matrix: Tensor, bands: int) -> Bands:
 
 def pack(matrix: Tensor, bands: int) -> Bands:
     """A copy in bands, or the matrix itself as the only band where it is too small."""
-    if not use_bands_at(matrix.shape[-1]):
+    if matrix.shape[-1] < LARGE:
         return (matrix,)
     # Not `.contiguous()`: a last band of one number already is, and as a view would keep the whole matrix in memory.
     return tuple(band.clone(memory_format=torch.contiguous_format) for band in cut(matrix, bands))
@@ -70,12 +65,6 @@ def _whole(bands: Sequence[Tensor], above: Callable[[Tensor], Tensor] | None) ->
         if above is not None:
             whole[..., start:stop, stop:] = above(band[..., stop - start :, :])
     return whole
-
-
-def fill_(bands: Sequence[Tensor], matrix: Tensor) -> None:
-    """Overwrite the bands in place from a whole matrix, which may be on another device."""
-    for start, stop, band in _places(bands):
-        band.copy_(matrix[..., start:, start:stop])
 
 
 def diagonal(bands: Sequence[Tensor]) -> Tensor:

@@ -217,6 +217,8 @@ class Likelihood(nn.Module, ABC):
         drawn = torch.stack([draw(part, generator) for part, generator in zip(parts, generators, strict=True)])
         return drawn.reshape(values.shape)
 
-    def _normal_like(self, values: Tensor, generators: Sequence[torch.Generator] | None) -> Tensor:
-        """Standard normal numbers of the shape of `values`, for each replica from its own generator."""
-        return self.per_replica(values, lambda part, g: part.new_empty(part.shape).normal_(generator=g), generators)
+    def _noise_like(
+        self, values: Tensor, fill_: Callable[..., Tensor], generators: Sequence[torch.Generator] | None
+    ) -> Tensor:
+        """Random numbers of the shape of `values`, by `Tensor.normal_` or the like, as `per_replica` draws them."""
+        return self.per_replica(values, lambda part, g: fill_(part.new_empty(part.shape), generator=g), generators)

@@ -41,10 +41,7 @@ class Bernoulli(Likelihood):
     def sample(self, output: Tensor, generators: Sequence[torch.Generator] | None = None) -> Tensor:
         """1 where a uniform number is below the probability, else 0; of the output's type."""
         probs = torch.sigmoid(widened(output.detach()))
-        uniform = self.per_replica(
-            probs, lambda part, generator: part.new_empty(part.shape).uniform_(generator=generator), generators
-        )
-        return (uniform < probs).to(probs.dtype)
+        return (self._noise_like(probs, Tensor.uniform_, generators) < probs).to(probs.dtype)
 
     def output_fisher_factor(self, output: Tensor) -> Tensor:
         """Diagonal: p(1 − p) for each output."""

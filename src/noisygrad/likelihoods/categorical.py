@@ -67,10 +67,7 @@ class Categorical(Likelihood):
     def sample(self, output: Tensor, generators: Sequence[torch.Generator] | None = None) -> Tensor:
         """Labels drawn as the argmax of logits − log e, with e ~ Exp(1) (the Gumbel trick)."""
         logits = widened(output.detach())
-        noise = self.per_replica(
-            logits, lambda part, generator: part.new_empty(part.shape).exponential_(generator=generator), generators
-        )
-        return (logits - noise.log_()).argmax(-1)
+        return (logits - self._noise_like(logits, Tensor.exponential_, generators).log_()).argmax(-1)
 
     def output_fisher_factor(self, output: Tensor) -> Tensor:
         """diag(p) − ppᵀ at each position, as the columns √p_k (e_k − p): positions × classes columns."""

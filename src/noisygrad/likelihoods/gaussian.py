@@ -181,7 +181,7 @@ class Gaussian(Likelihood):
         """f + ε/√E[τ], `[*replicas, batch, *event]`."""
         self._expand(output)
         location = widened(output.detach())
-        noise = self._normal_like(location, generators)
+        noise = self._noise_like(location, Tensor.normal_, generators)
         return location + noise * self._over_event((2 * self.half_precision).rsqrt(), output)
 
     def output_fisher_factor(self, output: Tensor) -> Tensor:

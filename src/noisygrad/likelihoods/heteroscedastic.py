@@ -33,7 +33,7 @@ class HeteroscedasticGaussian(Likelihood):
     def sample(self, output: Tensor, generators: Sequence[torch.Generator] | None = None) -> Tensor:
         """mean + ε·exp(log-variance / 2), `[*replicas, batch, *event]` with half the last dimension."""
         mean, log_variance = widened(output.detach()).chunk(2, -1)
-        noise = self._normal_like(mean, generators)
+        noise = self._noise_like(mean, Tensor.normal_, generators)
         return mean + noise * torch.exp(0.5 * log_variance)
 
     def output_fisher_factor(self, output: Tensor) -> Tensor:

@@ -32,7 +32,9 @@ def register_likelihood(kind: Kind) -> Kind:
     if inspect.isabstract(kind):
         missing = ", ".join(sorted(kind.__abstractmethods__))
         raise TypeError(f"register_likelihood: {name} has no {missing}. Define what is missing in the class.")
-    if kind.config is Likelihood.config and (arguments := _constructor_arguments(kind)):
+    parameters = inspect.signature(kind).parameters.values()
+    arguments = [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    if arguments and kind.config is Likelihood.config:
         raise TypeError(
             f"register_likelihood: {name} takes {', '.join(arguments)}, which its config() leaves out, so a file "
             "would lose them. Define config() to return the constructor's arguments as a dict of numbers or strings"
@@ -83,11 +85,6 @@ def check_saveable(likelihood: Likelihood) -> None:
         ) from error
     if json.loads(json.dumps(again)) != stored:
         raise ValueError(f"{name}: config() gives {config!r}, but after from_config it gives {again!r}. {advice}")
-
-
-def _constructor_arguments(kind: type[Likelihood]) -> list[str]:
-    parameters = list(inspect.signature(kind).parameters.values())
-    return [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
 
 
 def _defined_again(kind: type, before: type) -> bool:

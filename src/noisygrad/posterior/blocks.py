@@ -7,8 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from noisygrad.curvature.passes import MatrixPass, Pass
-from noisygrad.curvature.summaries import BasisSummary, MomentSummary, SquareSummary
+from noisygrad.curvature.passes import Pass
+from noisygrad.curvature.summaries import summarised
 from noisygrad.families.base import Prior, Statistics, has_constant_rows
 from noisygrad.families.family import Family, PrecisionOf
 from noisygrad.families.units import Span, Unit
@@ -44,15 +44,8 @@ class Block(Span):
         return reordered(self.units, part, Unit.from_memory)
 
     def summarise(self, unit: Unit, one: Pass, current: Statistics) -> Pass:
-        """What `family.measure` wants to know of a pass through one of its units, for a moving average `current`."""
-        if self.family.reads == "squares":
-            return SquareSummary.of(one, unit)
-        if self.family.reads == "rows" or not isinstance(one, MatrixPass):
-            return one
-        if self.family.reads == "moments":
-            return MomentSummary.of(one)
-        basis = current.tensors()
-        return BasisSummary.of(one, basis["left"], basis["right"])
+        """All that `measure` wants to know of a pass through one of its units, for a moving average `current`."""
+        return summarised(one, unit, self.family.reads, current)
 
     def prior(self, precision_of: PrecisionOf, like: Tensor) -> Prior:
         """A fresh prior from the precision 1/η of each parameter, of the type and on the device of `like`."""
