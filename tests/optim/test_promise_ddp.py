@@ -260,11 +260,7 @@ def test_ranks_are_bit_equal(kind, scenario, ranks):
 
 def test_a_layer_that_only_one_rank_used_is_learned_by_both(ranks):
     found = ranks[0]["unused NoisyKFAC"]
-    torch.manual_seed(0)
-    start = Branching()
-    names = [block.name for block in make(ng.NoisyKFAC, start).structure.blocks]
-    updates = dict(zip(names, found["/optimizer/state/0/updates"].tolist(), strict=True))
-    assert updates == {"first": 3, "rare": 3, "never": 3, "last": 3}
+    assert found["/optimizer/state/0/updates"] == 3
     never, rare = (
         next(leaf for path, leaf in found.items() if path.endswith(f"/{name}/statistics/outputs"))
         for name in ("never", "rare")

@@ -55,16 +55,9 @@ class NoisyNaturalGradient:
         """g ← ∇ + Γ (W − m₀)."""
         self.covariance.add_prior_gradient_(gradient, weights, self._prior_mean)
 
-    def measure_(
-        self,
-        measured: Mapping[str, Statistics],
-        rate: float | Tensor,
-        *,
-        mask: Tensor | None = None,
-        examples: Mapping[str, float | Tensor] | None = None,
-    ) -> None:
+    def measure_(self, measured: Mapping[str, Statistics], rate: float | Tensor, *, mask: Tensor | None = None) -> None:
         """F̄ ← F̄ + β̃ (F̂ − F̄), every T_stats steps."""
-        self.covariance.fisher.update_(measured, rate, mask=mask, examples=examples)
+        self.covariance.fisher.update_(measured, rate, mask=mask)
 
     def refresh_(self, dampings: Mapping[int, float]) -> None:
         """P = F̄ + Γ for draws, P + γ_ex I for steps, factorised every T_inv steps."""

@@ -32,9 +32,7 @@ def register_likelihood(kind: Kind) -> Kind:
     if inspect.isabstract(kind):
         missing = ", ".join(sorted(kind.__abstractmethods__))
         raise TypeError(f"register_likelihood: {name} has no {missing}. Define what is missing in the class.")
-    parameters = inspect.signature(kind).parameters.values()
-    arguments = [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    if arguments and kind.config is Likelihood.config:
+    if kind.config is Likelihood.config and (arguments := _constructor_arguments(kind)):
         raise TypeError(
             f"register_likelihood: {name} takes {', '.join(arguments)}, which its config() leaves out, so a file "
             "would lose them. Define config() to return the constructor's arguments as a dict of numbers or strings"
@@ -72,8 +70,8 @@ def check_saveable(likelihood: Likelihood) -> None:
             f"the likelihood is of a class {name!r} that is not the registered one of that name. Register it under "
             "another name: a file would be read with the other class"
         )
-    own = kind.from_config.__func__ is not Likelihood.from_config.__func__  # type: ignore[attr-defined]
-    if lost := [] if own else [argument for argument in _constructor_arguments(kind) if argument not in config]:
+    usual = kind.from_config.__func__ is Likelihood.from_config.__func__  # type: ignore[attr-defined]
+    if lost := [name for name in _constructor_arguments(kind) if usual and name not in config]:
         raise ValueError(f"{name}: config() leaves out {', '.join(lost)}, which a file would lose. Add them to it")
     advice = "It has to return the constructor's arguments, as numbers, strings, lists and dicts"
     try:
@@ -85,6 +83,11 @@ def check_saveable(likelihood: Likelihood) -> None:
         ) from error
     if json.loads(json.dumps(again)) != stored:
         raise ValueError(f"{name}: config() gives {config!r}, but after from_config it gives {again!r}. {advice}")
+
+
+def _constructor_arguments(kind: type[Likelihood]) -> list[str]:
+    parameters = inspect.signature(kind).parameters.values()
+    return [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
 
 
 def _defined_again(kind: type, before: type) -> bool:

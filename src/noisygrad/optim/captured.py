@@ -60,10 +60,7 @@ class CapturedStep:
         limits = (measurement.statistics_limit, measurement.forward_limit)
         key = (update.replay_key(), self._mode(), *limits, *dampings)
         self._executor.run(f"{statistics} {refresh}", key, self._as_it_is)
-        if optimizer.steps < step:  # a replay: nothing on the host has noticed
-            optimizer.steps = step
-            if statistics:
-                optimizer.covariance.fisher.count([block.name for block in optimizer.structure.blocks])
+        optimizer.steps = step  # which a replay does not count
         return update.scalars.loss
 
     def _must_look(self) -> bool:

@@ -11,7 +11,6 @@ from torch import Tensor
 from noisygrad.algorithm.step import NoisyNaturalGradient
 from noisygrad.curvature.capture import Capture
 from noisygrad.distributed import Ranks
-from noisygrad.kernels.factorisation import capturing
 from noisygrad.kernels.threads import run_in_threads
 from noisygrad.optim.execution import Executor
 from noisygrad.posterior.structure import Structure
@@ -160,7 +159,8 @@ class DrawnWeights:
 
     def generator_states(self) -> list[Tensor]:
         """What the next draws are made of; nothing while a CUDA graph is recorded."""
-        return [] if capturing() else [generator.get_state() for generator in self.generators]
+        recording = self.mean.flat.is_cuda and torch.cuda.is_current_stream_capturing()
+        return [] if recording else [generator.get_state() for generator in self.generators]
 
     def set_generator_states(self, states: Sequence[Tensor]) -> None:
         """Back to `generator_states`."""

@@ -42,8 +42,8 @@ class Accumulated:
     loss: Tensor | None = None
     statistics: dict[str, Statistics] = field(default_factory=dict)
     """The mean over examples of the moments, by block."""
-    examples: dict[str, float | Tensor] = field(default_factory=dict)
-    """How many examples each of them stands for: a tensor once averaged over ranks."""
+    examples: float = 0.0
+    """How many examples they stand for."""
     units: set[str] = field(default_factory=set)
     """Those that some statistics are of."""
     known_finite: bool = True
@@ -89,21 +89,18 @@ class Accumulated:
             return
         assert self.weights is not None
         self.weights = self.weights.clone()
+        self.noise_examples = self.weights.new_tensor(self.noise_examples)
+        noise = [] if self.noise is None else [self.noise]
+        examples, sums = self.weights.new_tensor(self.examples), []
         if self.expected_statistics:
             self.known_finite = False  # this rank's may be, and another's not
-            nothing = {n: s.map_averages(torch.zeros_like) for n, s in statistics.items() if n not in self.statistics}
-            self.statistics = {n: nothing[n] if n in nothing else self.statistics[n] for n in statistics}
-            self.examples = {n: self.weights.new_tensor(self.examples.get(n, 0.0)) for n in statistics}
-        self.noise_examples = self.weights.new_tensor(self.noise_examples)
-        counts = {name: count for name, count in self.examples.items() if isinstance(count, Tensor)}
-        for name, count in counts.items():
-            self.statistics[name] = self.statistics[name].map_averages(lambda tensor, count=count: tensor * count)
-        sums = [tensor for s in self.statistics.values() for tensor in s.averages().values()]
-        noise = [] if self.noise is None else [self.noise]
-        ranks.sum_([self.weights, *sums, *counts.values(), self.noise_examples, *noise])
+            mine = self.statistics or {n: s.map_averages(torch.zeros_like) for n, s in statistics.items()}
+            self.statistics = {n: mine[n].map_averages(lambda tensor: tensor * self.examples) for n in statistics}
+            sums = [tensor for s in self.statistics.values() for tensor in s.averages().values()]
+        ranks.sum_([self.weights, *sums, examples, self.noise_examples, *noise])
         self.weights /= ranks.size
-        for name, count in counts.items():
-            self.statistics[name] = self.statistics[name].map_averages(lambda t, n=count: t / n.clamp_min(1e-30))
+        for tensor in sums:
+            tensor.div_(examples.clamp_min(1e-30))
 
     @torch.no_grad()
     def add_statistics(
@@ -115,18 +112,17 @@ class Accumulated:
         for block in blocks if passes else ():
             measured = block.family.measure(block.units, passes, current[block.name])
             finite = finite and known_finite(measured)
-            if block.name not in self.statistics:
-                self.statistics[block.name], self.examples[block.name] = measured, weight
-                continue
-            self.examples[block.name] += weight
-            self.statistics[block.name].update_(measured, 1.0 - weight / self.examples[block.name])
+            kept = self.statistics.setdefault(block.name, measured)
+            if kept is not measured:
+                kept.update_(measured, self.examples / (self.examples + weight))
+        self.examples += weight if passes else 0.0
         if not finite:
             self.known_finite = False
             self.traces += FiniteTrace.of(passes)
 
     def drop_statistics(self) -> None:
         """Give up what was measured, to measure again."""
-        self.statistics, self.examples, self.traces, self.known_finite = {}, {}, [], True
+        self.statistics, self.examples, self.traces, self.known_finite = {}, 0.0, [], True
 
     def add_loss(self, loss: Tensor) -> None:
         """Count one loss; the value is kept for reporting."""

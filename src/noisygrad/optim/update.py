@@ -143,8 +143,7 @@ class Update:
         with fisher.unchanged_on_failure() if refresh else nullcontext():
             if found.statistics:
                 self.measurement.warn_uncalled_layers(found)
-                self.algorithm.measure_(found.statistics, rate, mask=mask, examples=found.examples)
-                fisher.count(found.statistics)
+                self.algorithm.measure_(found.statistics, rate, mask=mask)
                 found.statistics = {}  # as large as the moving averages, and done with
             if refresh:
                 self.guard.check()

@@ -230,7 +230,7 @@ class NoisyLearner(VariationalLearner):
 
     def tensors(self) -> dict[str, Tensor]:
         """Mean, noise, momentum and moments."""
-        updates = self.covariance.fisher.updates[:1].expand(self.replicas)
+        updates = self.covariance.fisher.updates.expand(self.replicas)
         found = {**super().tensors(), "momentum": self._algorithm.momentum.average, "updates": updates}
         for index, statistics in enumerate(self.covariance.statistics.values()):
             found |= {f"statistics.{index}.{name}": tensor for name, tensor in statistics.tensors().items()}
