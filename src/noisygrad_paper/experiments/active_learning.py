@@ -31,7 +31,7 @@ from noisygrad_paper.experiments.few_labels import (
     FewLabelsMethod,
     FewPoints,
     Fitted,
-    Hamiltonian,
+    hamiltonian,
     trial,
 )
 
@@ -71,7 +71,7 @@ __all__ = ["ACQUISITIONS", "DATA", "EXPERIMENT", "METHODS_HERE", "TRIALS", "plan
 
 def _method(name: str) -> FewLabelsMethod:
     name = name.split(" ", maxsplit=1)[0]  # what follows are the settings that are tuned
-    return Hamiltonian(_HMC) if name == "HMC" else METHODS[name.removesuffix(BATCH)]
+    return hamiltonian(_HMC) if name == "HMC" else METHODS[name.removesuffix(BATCH)]
 
 
 def plan(

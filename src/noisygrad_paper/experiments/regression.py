@@ -128,12 +128,6 @@ def fit(
     streams = ReplicaGenerators.of([config["seed"] * 1000 + replicate for replicate in job.replicates], device)
     learner = find_method(job.method.partition(" ")[0]).learner(config, data, streams.start, device)
     x, y = (tensor_for(learner, array) for array in (data.x_train, data.y_train))
-    every = max(1, epochs // 200)
-
-    def on_epoch(epoch: int) -> None:
-        if epoch % every == 0:
-            report(epoch / epochs, f"epoch {epoch} of {epochs}")
-
     train_replicas(
         learner,
         x,
@@ -143,7 +137,7 @@ def fit(
         streams=streams,
         anneal=partial(annealing, epochs=epochs, factor=config["anneal"]),
         execution=execution,
-        on_epoch=on_epoch,
+        on_epoch=lambda epoch: report(epoch / epochs, f"epoch {epoch} of {epochs}"),
     )
     return learner, streams
 
