@@ -209,7 +209,7 @@ class Results:
             stored = self._read(descriptor)
             fresh: list[Cell] = []
             for cell in cells:
-                self._same_config(stored.cells.values(), cell.data, cell.method, cell.config)
+                self._same_config(stored.cells.values(), cell)
                 if stored.add(cell):
                     fresh.append(cell)
             lost = b"" if stored.whole else stored.rest
@@ -228,29 +228,26 @@ class Results:
     def missing(self, plan: Iterable[Job]) -> list[Job]:
         """The jobs of a plan with only the replicates that are not stored; failed cells count as not stored.
 
-        Raises ConfigurationError as `check` does: a cell of another configuration is neither there nor missing.
+        Raises ConfigurationError for a cell of another configuration, which is neither there nor missing.
         """
         cells = self.load()
         done = {cell.key for cell in cells if cell.error is None}
         left = []
         for job in plan:
-            self._same_config(cells, job.data, job.method, job.config)
+            self._same_config(cells, job)
             replicates = tuple(number for number in job.replicates if (job.data, job.method, number) not in done)
             if replicates:
                 left.append(replace(job, replicates=replicates))
         return left
 
-    def check(self, data: str, method: str, config: Mapping[str, Any]) -> None:
-        """Raise ConfigurationError if stored cells of this data and method were made by another configuration."""
-        self._same_config(self.load(), data, method, _plain_config(config, f"{data} {method}"))
-
-    def _same_config(self, cells: Iterable[Cell], data: str, method: str, config: dict[str, Any]) -> None:
+    def _same_config(self, cells: Iterable[Cell], new: Cell | Job) -> None:
         for cell in cells:
             # A failed cell has no figures that could be mixed with others, so it binds nobody.
-            if (cell.data, cell.method) == (data, method) and cell.error is None and cell.config != config:
+            same = (cell.data, cell.method) == (new.data, new.method)
+            if same and cell.error is None and cell.config != new.config:
                 raise ConfigurationError(
-                    f"{self.path} has cells of {data} {method} made by another configuration:\n"
-                    f"{difference(cell.config, config)}\n"
+                    f"{self.path} has cells of {new.data} {new.method} made by another configuration:\n"
+                    f"{difference(cell.config, new.config)}\n"
                     "Choose another folder with --results, go back to the stored configuration, or delete the file."
                 )
 

@@ -134,23 +134,9 @@ def run_job(
     checkpoints: str | None = None,
     checkpoint_every: int = 1,
 ) -> list[Cell]:
-    """Train the network of each replicate and measure it on the test images."""
-    return [
-        _run(job, replicate, report, data_dir, device, checkpoints, checkpoint_every) for replicate in job.replicates
-    ]
-
-
-def _run(
-    job: Job,
-    seed: int,
-    report: Report,
-    data_dir: str | None,
-    device: str,
-    checkpoints: str | None,
-    checkpoint_every: int,
-) -> Cell:
+    """Train the network of a job's one seed and measure it on the test images."""
     start = time.perf_counter()
-    config = job.config
+    config, (seed,) = job.config, job.replicates
     images = _part_of(load_images(job.data, data_dir), config, seed)
     # The ranks of a training have images of their own, and draw crops and mirror images of their own.
     torch.manual_seed(seed + BETWEEN_RANKS * processes().rank)
@@ -174,10 +160,10 @@ def _run(
     except ArithmeticError as error:  # a training that diverged is a result too
         seconds = time.perf_counter() - start
         without = job.cell(experiment, seed, {"loss": math.nan}, seconds=seconds, device=device_name(device))
-        return replace(without, error=str(error))
+        return [replace(without, error=str(error))]
     # The epochs before a stop count too.
     seconds = sum(history.seconds) + time.perf_counter() - measuring
-    return job.cell(experiment, seed, figures, seconds=seconds, device=device_name(device))
+    return [job.cell(experiment, seed, figures, seconds=seconds, device=device_name(device))]
 
 
 def _out_of_distribution_images(data: str, data_dir: str | None) -> NDArray[np.uint8] | None:

@@ -86,7 +86,7 @@ def run_jobs(
         if stored:
             display.say(f"{stored} of {total} cells are already in {results.path}")
         if backend == "local" or not left:
-            outcomes = _one_by_one(work, left, results.experiment, display)
+            outcomes = (_attempt(work, job, results.experiment, partial(display.within, job)) for job in left)
         elif scheduler is None:
             outcomes = _in_processes(work, left, results.experiment, workers, display)
         else:
@@ -158,11 +158,6 @@ def _attempt_elsewhere(work: Work, job: Job, experiment: str, notes: str | None,
     """In another process: with one thread, since there are several such processes, and notes on how far it is."""
     with one_thread():
         return number, _attempt(work, job, experiment, ProgressFile(notes, number))
-
-
-def _one_by_one(work: Work, jobs: Sequence[Job], experiment: str, display: Display) -> _Outcomes:
-    for job in jobs:
-        yield _attempt(work, job, experiment, partial(display.within, job))
 
 
 def _in_processes(work: Work, jobs: Sequence[Job], experiment: str, workers: int, display: Display) -> _Outcomes:
