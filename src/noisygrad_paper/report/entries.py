@@ -21,18 +21,15 @@ def entry(
     if ours is None:
         return Entry(theirs=theirs, note=f"{failed} failed" if failed else "")
     count = len(study.values(method, data, metric))
+    wanted = count + failed if expected is None else expected
+    notes = [f"{count} of {wanted} {replicates}"] * (count < wanted) + [f"{failed} failed"] * bool(failed)
     return Entry(
         ours=ours.text(digits),
         theirs=theirs,
         verdict=None if standing is None else standing.verdict,
         tooltip="" if standing is None else _tooltip(standing),
-        note=_note(count, count + failed if expected is None else expected, failed, replicates),
+        note=", ".join(notes),
     )
-
-
-def _note(count: int, expected: int, failed: int, replicates: str) -> str:
-    parts = [f"{count} of {expected} {replicates}"] if count < expected else []
-    return ", ".join([*parts, f"{failed} failed"] if failed else parts)
 
 
 def _tooltip(standing: Standing) -> str:

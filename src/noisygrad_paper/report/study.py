@@ -56,6 +56,10 @@ class Study:
         """The cells of one method on one data set."""
         return self._groups.get((method, data), [])
 
+    def finished(self, method: str, data: str) -> list[Cell]:
+        """Those of them that have figures."""
+        return [cell for cell in self.of(method, data) if cell.error is None]
+
     @property
     def failed(self) -> list[Cell]:
         """Cells whose training went wrong."""
@@ -63,7 +67,7 @@ class Study:
 
     def values(self, method: str, data: str, metric: Metric) -> list[float]:
         """The metric in every replicate that has a finite one."""
-        found = (_value(cell, metric) for cell in self.of(method, data) if cell.error is None)
+        found = (_value(cell, metric) for cell in self.finished(method, data))
         return [float(value) for value in found if isinstance(value, int | float) and math.isfinite(value)]
 
     def estimate(self, method: str, data: str, metric: Metric) -> Estimate | None:
@@ -90,6 +94,14 @@ class Study:
             if data != "year"
         )
         return [standing for standing in found if standing is not None]
+
+
+def list_of(cell: Cell, name: str) -> list[float]:
+    """A list among the metrics of a cell that must have it."""
+    values = cell.metrics.get(name)
+    if not isinstance(values, list) or not values:
+        raise ValueError(f"{cell.label}: a list {name!r} was expected among the metrics; got {values!r}")
+    return values
 
 
 def _value(cell: Cell, metric: Metric) -> object:
