@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from noisygrad.optim.options import positive
 from noisygrad.predictions import RegressionPrediction
 from noisygrad.replicas.learner import Learner
 from noisygrad_paper.baselines.adam import Adam
@@ -146,10 +147,8 @@ class VMG(Learner):
         for name, count in counts.items():
             if not isinstance(count, int) or count < 1:
                 raise ValueError(f"{name} must be an integer of at least 1; got {count!r}.")
-        positive = {"lr": lr, "noise_prior[0]": noise_prior[0], "noise_prior[1]": noise_prior[1]}
-        for name, value in positive.items():
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} must be positive and finite; got {value}.")
+        for name, value in (("lr", lr), ("noise_prior[0]", noise_prior[0]), ("noise_prior[1]", noise_prior[1])):
+            positive(name, value)
         if not (math.isfinite(kl_weight) and kl_weight >= 0):
             raise ValueError(f"kl_weight must be at least 0 and finite; got {kl_weight}.")
         if not math.exp(2 * _LEAST_LOG_NOISE) < max_noise <= 1:
@@ -305,12 +304,11 @@ class VMG(Learner):
         log_lik = torch.digamma(shape) - rate.log() - _LOG_2PI - shape / rate * squared
         return self.kl_weight / self.num_data * self.kl(parameters) - 0.5 * log_lik.sum(-1)
 
-    def _total_loss(self, parameters: Tensor, x: Tensor, y: Tensor, normal: Tensor) -> Tensor:
-        return self.loss(parameters, x, y, normal).sum()
-
     def step_(self, x: Tensor, y: Tensor, noise: Mapping[str, Tensor]) -> None:
         """One step of Adam on all parameters, and of their moving average, which is freed of its start."""
-        gradient = torch.func.grad(self._total_loss)(self.parameters, x, y, noise["normal"])
+        gradient = torch.func.grad(lambda parameters: self.loss(parameters, x, y, noise["normal"]).sum())(
+            self.parameters
+        )
         self._adam.step_(gradient, self.anneal)
         log_noise_std = self.named(self.parameters)["log_noise_std"]
         log_noise_std.clamp_(_LEAST_LOG_NOISE, 0.5 * math.log(self.max_noise))

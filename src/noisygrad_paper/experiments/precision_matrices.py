@@ -22,6 +22,7 @@ from torch import Tensor
 from noisygrad.archive import write_atomically
 from noisygrad.kernels.threads import one_thread
 from noisygrad.likelihoods import Gaussian
+from noisygrad.optim.options import positive
 from noisygrad.replicas.engine import Execution, ReplicaGenerators, train_replicas
 from noisygrad.replicas.noisy import NoisyLearner, NoisySettings
 from noisygrad.replicas.perceptrons import Perceptrons
@@ -65,8 +66,7 @@ class PrecisionConfig:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "anneal"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive; got {getattr(self, name)!r}")
+            positive(name, getattr(self, name))
         if not self.hidden or min(self.hidden) < 1:
             raise ValueError(f"hidden has the sizes of the hidden layers, each at least 1; got {self.hidden}")
 

@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 
 from noisygrad_paper.data import DATA_SETS, DamagedDataError, UnknownDataSetError, load_table
-from noisygrad_paper.data.fetch import FetchError, fetch
-from noisygrad_paper.data.raw import YEAR_MEMBER
+from noisygrad_paper.data.fetch import YEAR_MEMBER, FetchError, fetch
 
 
 class Site:
