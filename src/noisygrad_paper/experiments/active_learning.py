@@ -18,9 +18,8 @@ from noisygrad.kernels.threads import one_thread
 from noisygrad.replicas.engine import Execution
 from noisygrad_paper.baselines.hmc import HMCSettings
 from noisygrad_paper.data import DataTable, load_table, standardised
-from noisygrad_paper.experiments.cells import Cell, Job, Report
+from noisygrad_paper.experiments.cells import Cell, Job, Report, device_name
 from noisygrad_paper.experiments.changes import check_changes, named_after
-from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.few_labels import (
     DATA,
     METHODS,

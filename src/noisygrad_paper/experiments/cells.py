@@ -11,6 +11,7 @@ import json
 import math
 import numbers
 import os
+import platform
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -345,6 +346,15 @@ def _plain_number(value: Any, label: str) -> float:
 
 def _is_finite(value: Metric) -> bool:
     return all(map(math.isfinite, value if isinstance(value, list) else [value]))
+
+
+def device_name(device: str) -> str:
+    """The machine's processor or GPU in words, without anything that tells one machine from another of its kind."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    return f"CPU {platform.machine()}"
 
 
 def difference(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str:

@@ -27,14 +27,12 @@ from noisygrad.training.loop import train
 from noisygrad_paper.data.images import Images, load_images, load_out_of_distribution, subset
 from noisygrad_paper.experiments import calibration
 from noisygrad_paper.experiments.augmentation import random_crop
-from noisygrad_paper.experiments.cells import Cell, Job, Report
+from noisygrad_paper.experiments.cells import Cell, Job, Report, device_name
 from noisygrad_paper.experiments.changes import check_changes, named_after
 from noisygrad_paper.experiments.configurations import BF16, CONFIGURATIONS, LEARNED_NORM, full_name, has
-from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.image_methods import (
     METHODS,
     Config,
-    Trainer,
     check_settings,
     make_trainer,
     optional,
@@ -217,17 +215,11 @@ class Learning:
         self._losses = torch.zeros(len(self.x_train) // self.batch_size, device=self.device)
         self._steps = 0
         self._padding, self._flip = (problem.padding, problem.flip) if self.config["augment"] else (0, False)
-        self.trainer = self._make_trainer(job.method.partition(" ")[0].split("/")[0])
-
-    def _make_trainer(self, method: str) -> Trainer:
-        model: nn.Module = self.network
-        if self._ranks.size > 1:
-            model = DistributedDataParallel(model)
-        self.model = model
-        return make_trainer(
-            method,
+        self.model: nn.Module = DistributedDataParallel(self.network) if self._ranks.size > 1 else self.network
+        self.trainer = make_trainer(
+            job.method.partition(" ")[0].split("/")[0],
             self.config,
-            model,
+            self.model,
             num_data=len(self.x_train),
             steps_per_epoch=len(self.x_train) // self.batch_size,
             inputs=self._inputs,

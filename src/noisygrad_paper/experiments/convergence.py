@@ -20,8 +20,7 @@ from noisygrad.kernels.threads import one_thread
 from noisygrad.replicas.engine import Execution, ReplicaGenerators, train_replicas
 from noisygrad.replicas.variational import VariationalLearner
 from noisygrad_paper.data import load_table, splits_of, standardised
-from noisygrad_paper.experiments.cells import Cell, Job, Report
-from noisygrad_paper.experiments.devices import device_name
+from noisygrad_paper.experiments.cells import Cell, Job, Report, device_name
 from noisygrad_paper.experiments.methods import UnknownMethodError, find_method
 from noisygrad_paper.experiments.regression import problem_of, tensor_for
 

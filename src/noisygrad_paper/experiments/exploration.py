@@ -32,9 +32,8 @@ from noisygrad_paper.curiosity import (
 )
 from noisygrad_paper.environments import TASKS
 from noisygrad_paper.experiments import exploration_conditions as conditions
-from noisygrad_paper.experiments.cells import Cell, Job, Report
+from noisygrad_paper.experiments.cells import Cell, Job, Report, device_name
 from noisygrad_paper.experiments.changes import check_changes, named_after
-from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.exploration import MODELS, NoBonus, SquaredNorm, paper_trpo
 
 _TOGETHER = 10

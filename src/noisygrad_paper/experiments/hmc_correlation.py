@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from noisygrad.kernels.threads import one_thread
 from noisygrad.replicas.engine import Execution
 from noisygrad_paper.data import load_table, standardised
-from noisygrad_paper.experiments.cells import Cell, Job, Report
-from noisygrad_paper.experiments.devices import device_name
+from noisygrad_paper.experiments.cells import Cell, Job, Report, device_name
 from noisygrad_paper.experiments.few_labels import DATA, METHODS, FewPoints, trial
 
 EXPERIMENT = "hmc-correlation"

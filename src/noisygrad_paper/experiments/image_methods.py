@@ -146,11 +146,25 @@ def make_trainer(
             outputs = model(inputs)
         return outputs.float(), labels
 
-    task = _Task(config, model, closure, prepare, num_data, seed)
+    network: nn.Module = getattr(model, "module", model)  # without what several processes wrap it in
     if method == "SGD":
-        return _sgd(task)
+        own = {name: config[name] for name in ("lr", "momentum", "weight_decay")}
+        sgd = torch.optim.SGD(model.parameters(), **own)
+
+        def move() -> Tensor:
+            loss = F.cross_entropy(*closure())
+            loss.backward()
+            sgd.step()
+            sgd.zero_grad()
+            return loss.detach()
+
+        step = _replayed(sgd, network, prepare, move)
+        return Trainer(sgd, step, lambda: _point(network, Categorical(), num_data))
     if method == "BBB":
-        return _bbb(task)
+        own = {name: config[name] for name in ("lr", "kl_weight", "prior_variance", "initial_std")}
+        bbb = BayesByBackprop(network, Categorical(), num_data=num_data, seed=seed, **own)
+        step = _replayed(bbb, network, prepare, lambda: bbb.step(closure), bbb.generator)
+        return Trainer(bbb, step, bbb.posterior)
     kind = NoisyAdam if method == "noisy-Adam" else NoisyKFAC
     start, decay = config["kl_clip"], config["kl_clip_decay"]
     given = {name: config[name] for name in _GIVEN}
@@ -168,58 +182,21 @@ def make_trainer(
     return Trainer(optimizer, CapturedStep(optimizer, closure, prepare), optimizer.posterior)
 
 
-@dataclass(frozen=True)
-class _Task:
-    """What the methods that are not ours are made from."""
-
-    config: Config
-    model: nn.Module
-    closure: Callable[[], tuple[Tensor, Tensor]]
-    prepare: Callable[[], None]
-    num_data: int
-    seed: int
-
-    @property
-    def network(self) -> nn.Module:
-        """The model without what several processes wrap it in."""
-        inner: nn.Module = getattr(self.model, "module", self.model)
-        return inner
-
-
-def _sgd(task: _Task) -> Trainer:
-    given = {name: task.config[name] for name in ("lr", "momentum", "weight_decay")}
-    optimizer = torch.optim.SGD(task.model.parameters(), **given)
-
-    def move() -> Tensor:
-        loss = F.cross_entropy(*task.closure())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    step = _replayed(optimizer, task, move)
-    return Trainer(optimizer, step, lambda: _point(task.network, Categorical(), task.num_data))
-
-
-def _bbb(task: _Task) -> Trainer:
-    given = {name: task.config[name] for name in ("lr", "kl_weight", "prior_variance", "initial_std")}
-    optimizer = BayesByBackprop(task.network, Categorical(), num_data=task.num_data, seed=task.seed, **given)
-    step = _replayed(optimizer, task, lambda: optimizer.step(task.closure), optimizer.generator)
-    return Trainer(optimizer, step, optimizer.posterior)
-
-
 def _replayed(
-    optimizer: torch.optim.Optimizer, task: _Task, move: Callable[[], Tensor], *generators: torch.Generator
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    prepare: Callable[[], None],
+    move: Callable[[], Tensor],
+    *generators: torch.Generator,
 ) -> Callable[[], Tensor]:
     """A step that is replayed on a GPU, and recorded anew when its learning rate or the model's mode changes."""
-    model = task.network
     device = next(model.parameters()).device
     # The messages between processes are not recorded.
     replays = GraphCache(device if processes().size == 1 else torch.device("cpu"), generators)
     loss = torch.zeros((), device=device)
 
     def work() -> None:
-        task.prepare()
+        prepare()
         loss.copy_(move())
 
     def step() -> Tensor:

@@ -28,8 +28,7 @@ from noisygrad.replicas.noisy import NoisyLearner, NoisySettings
 from noisygrad.replicas.perceptrons import Perceptrons
 from noisygrad.versions import versions
 from noisygrad_paper.data import Standardised, load_table, standardised
-from noisygrad_paper.experiments.cells import ConfigurationError, ResultsError, difference
-from noisygrad_paper.experiments.devices import device_name
+from noisygrad_paper.experiments.cells import ConfigurationError, ResultsError, device_name, difference
 from noisygrad_paper.experiments.regression import annealing
 
 EXPERIMENT = "precision-matrices"

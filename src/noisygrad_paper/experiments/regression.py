@@ -23,9 +23,8 @@ from noisygrad.replicas.learner import Learner
 from noisygrad.replicas.variational import VariationalLearner
 from noisygrad_paper.data import DataTable, Split, Standardised, load_table, splits_of, standard_splits, standardised
 from noisygrad_paper.data.own_csv import read_csv_table
-from noisygrad_paper.experiments.cells import Cell, Job, Report
+from noisygrad_paper.experiments.cells import Cell, Job, Report, device_name
 from noisygrad_paper.experiments.changes import check_changes, named_after
-from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.methods import Problem, find_method
 
 EXPERIMENT = "regression"

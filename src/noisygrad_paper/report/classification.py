@@ -19,12 +19,11 @@ from noisygrad_paper.report.calibration import (
 )
 from noisygrad_paper.report.comparison import ACCURACY, ACCURACY_OF_MANY, Metric, signed
 from noisygrad_paper.report.comparison_table import ComparisonTable, Entry
-from noisygrad_paper.report.entries import entry
 from noisygrad_paper.report.figures import Curve, Panel, View, curve_panels
 from noisygrad_paper.report.image_aims import ORDER, add_shortfalls, standings
 from noisygrad_paper.report.page import ReportPage
 from noisygrad_paper.report.provenance import add_provenance, wall_time_table
-from noisygrad_paper.report.study import Study
+from noisygrad_paper.report.study import Study, entry
 
 _DATA = paper.TABLE_2_DATA
 _LEARNED_NORM = "learned-norm"

@@ -13,11 +13,10 @@ from noisygrad_paper.experiments.few_labels import LABELLED
 from noisygrad_paper.report import paper
 from noisygrad_paper.report.comparison import CORRELATION, RMSE_ACTIVE, RMSE_RANDOM, Metric, signed
 from noisygrad_paper.report.comparison_table import ComparisonTable, Entry
-from noisygrad_paper.report.entries import entry
 from noisygrad_paper.report.figures import Curve, Panel, curve_panels, mean_curve, variance_scatter
 from noisygrad_paper.report.page import ReportPage
 from noisygrad_paper.report.provenance import add_failures, add_provenance, wall_time_table
-from noisygrad_paper.report.study import Study
+from noisygrad_paper.report.study import Study, entry
 
 _BEYOND = ("NNG-full", "NNG-MVG/exact", "NNG-MVG/lambda=1.4", "NNG-BlkTri/lambda=1.4", "NNG-MVG/batch", "ridge")
 ORDER = ("PBP", "NNG-FFG", "NNG-MVG", "NNG-BlkTri", *_BEYOND, "HMC")
