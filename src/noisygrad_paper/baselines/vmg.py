@@ -12,6 +12,7 @@ per layer) and of the noise precision τ (one per output). q(W) there is the mat
 the published code. All is trained by Adam; predictions use a moving average of the parameters.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -163,6 +164,8 @@ class VMG(Learner):
         self.num_data, self.kl_weight = num_data, kl_weight
         self.pseudo_pairs, self.max_noise = pseudo_pairs, max_noise
         self.widths = (inputs, *hidden, outputs)
+        self._layers = [(fan_in + 1, fan_out) for fan_in, fan_out in itertools.pairwise(self.widths)]
+        self._depth = len(self._layers)
         self.y_std = self._target_scale(y_std)
         priors = [_WEIGHT_PRIOR] * (2 * self._depth) + [noise_prior] * outputs
         # Gamma posteriors in float64: the terms of their KL are of size N log N and cancel.
@@ -173,10 +176,6 @@ class VMG(Learner):
         self.average = self.parameters.clone()
         self._adam = Adam(self.parameters, lr)
         self.average_weight = torch.zeros(replicas, dtype=dtype, device=self.device)
-
-    @property
-    def _depth(self) -> int:
-        return len(self.widths) - 1
 
     def _target_scale(self, y_std: float | Tensor) -> Tensor:
         scale = torch.as_tensor(y_std, dtype=self.dtype, device=self.device)
@@ -193,8 +192,7 @@ class VMG(Learner):
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Of one replica's parameters, by name, in the order in which they lie in `parameters`."""
         shapes: dict[str, tuple[int, ...]] = {}
-        for i in range(self._depth):
-            rows, columns = self.widths[i] + 1, self.widths[i + 1]
+        for i, (rows, columns) in enumerate(self._layers):
             shapes[f"mean.{i}"] = (rows, columns)
             shapes[f"log_row_std.{i}"] = (rows,)
             shapes[f"log_col_std.{i}"] = (columns,)
@@ -215,13 +213,12 @@ class VMG(Learner):
             return _SMALL * (2 * draw.cpu() - 1)
 
         parts: list[Tensor] = []
-        for i in range(self._depth):
-            fan_in, columns = self.widths[i], self.widths[i + 1]
-            weights = normal(fan_in, columns) * math.sqrt(4 / (fan_in + columns))
-            log_row_std = _SMALL * normal(fan_in + 1)
+        for rows, columns in self._layers:
+            weights = normal(rows - 1, columns) * math.sqrt(4 / (rows - 1 + columns))
+            log_row_std = _SMALL * normal(rows)
             log_row_std[-1] += _BIAS_LOG_STD
             parts += [F.pad(weights, (0, 0, 0, 1)), log_row_std, _SMALL * normal(columns)]
-            parts += [uniform(self.pseudo_pairs, fan_in + 1), uniform(self.pseudo_pairs, columns)]
+            parts += [uniform(self.pseudo_pairs, rows), uniform(self.pseudo_pairs, columns)]
         parts.append(torch.full(self._layout["log_noise_std"], 0.5 * math.log(self.max_noise), dtype=torch.float64))
         parts += [self._prior_shape.log().cpu(), self._prior_rate.log().cpu()]
         return torch.cat([part.flatten() for part in parts])
@@ -237,11 +234,10 @@ class VMG(Learner):
         return {"normal": (sum(self._noise_sizes(batch_size)),)}
 
     def _noise_sizes(self, batch_size: int) -> list[int]:
-        sizes: list[int] = []
-        for i in range(self._depth):
-            rows, columns = self.widths[i] + 1, self.widths[i + 1]
-            sizes += [self.pseudo_pairs * rows, self.pseudo_pairs * columns, batch_size * columns]
-        return sizes
+        pairs = self.pseudo_pairs
+        return [
+            size for rows, columns in self._layers for size in (pairs * rows, pairs * columns, batch_size * columns)
+        ]
 
     def forward(self, parameters: Tensor, x: Tensor, normal: Tensor) -> Tensor:
         """Standardised outputs `[R, B, outputs]`: one draw of the pseudo-data, and of each example's outputs given it.
@@ -252,8 +248,7 @@ class VMG(Learner):
         parts = normal.split(self._noise_sizes(x.shape[-2]), dim=-1)
         noise_std = named["log_noise_std"].exp()
         hidden = x
-        for i in range(self._depth):
-            rows, columns = self.widths[i] + 1, self.widths[i + 1]
+        for i, (rows, columns) in enumerate(self._layers):
             factor_x, factor_y, eps = (
                 part.unflatten(-1, (-1, size))
                 for part, size in zip(parts[3 * i : 3 * i + 3], (rows, columns, columns), strict=True)
@@ -284,7 +279,7 @@ class VMG(Learner):
         precision, log_precision = shape / rate, torch.digamma(shape) - rate.log()
         total = gamma_kl(shape, rate, self._prior_shape, self._prior_rate).sum(-1)
         per_factor = dropout_kl(named["log_noise_std"], self.max_noise).double()
-        for i in range(self._depth):
+        for i, (rows, columns) in enumerate(self._layers):
             row, column = 2 * i, 2 * i + 1
             total = total + matrix_kl(
                 named[f"mean.{i}"],
@@ -293,8 +288,8 @@ class VMG(Learner):
                 precision[:, row] * precision[:, column],
                 log_precision[:, row] + log_precision[:, column],
             )
-            counts = self.pseudo_pairs * (self.widths[i] + 1), self.pseudo_pairs * self.widths[i + 1]
-            total = total + counts[0] * per_factor[:, row] + counts[1] * per_factor[:, column]
+            total = total + self.pseudo_pairs * rows * per_factor[:, row]
+            total = total + self.pseudo_pairs * columns * per_factor[:, column]
         return total
 
     def loss(self, parameters: Tensor, x: Tensor, y: Tensor, normal: Tensor) -> Tensor:

@@ -193,22 +193,16 @@ def _obtain(address: str, destination: Path, entry: DataSet, report: Report) -> 
         os.umask(mask)
         Path(temporary).chmod(0o666 & ~mask)
         Path(temporary).replace(destination)
-    except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError, _ShortError) as error:
-        Path(temporary).unlink(missing_ok=True)
+    except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
         reason = getattr(error, "reason", None) or error
         command = fetch_command(entry, destination.parent.parent)
         raise FetchError(
             f"could not download {address}: {reason}. Try again, or get the file some other way, put it at "
             f"{destination} and run `{command}` again"
         ) from error
-    except BaseException:
+    finally:
         Path(temporary).unlink(missing_ok=True)
-        raise
     return destination
-
-
-class _ShortError(Exception):
-    """The connection closed before all was sent."""
 
 
 def _download(address: str, file: IO[bytes], report: Callable[[int, int | None], None]) -> None:
@@ -224,7 +218,7 @@ def _download(address: str, file: IO[bytes], report: Callable[[int, int | None],
             done += len(block)
             report(done, total)
     if total is not None and done != total:
-        raise _ShortError(f"the connection closed after {done} of {total} bytes")
+        raise ConnectionError(f"the connection closed after {done} of {total} bytes")
 
 
 def _refuse_escapes(names: list[str]) -> None:
