@@ -148,7 +148,6 @@ def _packed(entry: DataSet, text: IO[bytes]) -> dict[str, bytes]:
 
 
 def _cifar10_batches(entry: DataSet, download: Path) -> dict[str, bytes]:
-    """Taken out of the archive by name."""
     contents: dict[str, bytes] = {}
     with tarfile.open(download, "r:gz") as archive:
         members = archive.getmembers()
@@ -167,7 +166,6 @@ def _cifar10_batches(entry: DataSet, download: Path) -> dict[str, bytes]:
 
 
 def _mnist_file(entry: DataSet, download: Path) -> dict[str, bytes]:
-    """Kept as it comes."""
     relative, content = f"mnist/{download.name}", download.read_bytes()
     if (found := hashlib.sha256(content).hexdigest()) != entry.files[relative]:
         raise DamagedDataError(f"its checksum is {found}, expected {entry.files[relative]}")

@@ -48,7 +48,6 @@ def read_csv_table(path: str | Path, target: str | int) -> DataTable:
         label=path.name,
         x=np.delete(numbers, column, axis=1),
         y=y,
-        about=f"{header[column]} from the other columns of {path.name}",
         target=header[column],
     )
 

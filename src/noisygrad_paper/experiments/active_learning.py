@@ -154,12 +154,12 @@ def run_job(job: Job, report: Report, *, data_dir: str | None = None, device: st
 
 
 def _fit(method: FewLabelsMethod, race: _Race, config: Config, device: str, say: Report, number: int) -> Fitted:
-    x, y = race.labelled()
     # Both ways start from the same weights.
     seeds = [config["seed"] * 1_000_000 + 1000 * trial + number for trial in race.trials] * 2
     # The number of points changes from round to round, and compiling a step takes as long as a training.
     execution: Execution = "eager" if device == "cpu" else "captured"
-    return method.fit(FewPoints(x, y, race.tested(), device, execution), seeds, config, say)
+    points = FewPoints(race.x[race.rows], race.y[race.rows], race.x[race.test], device, execution)
+    return method.fit(points, seeds, config, say)
 
 
 def _figures(found: dict[str, Tensor], index: int) -> dict[str, float | list[float]]:
@@ -197,17 +197,9 @@ class _Race:
         self.failures: dict[int, str] = {}
         """What went wrong, by trial; it goes on at random, so that the others can."""
 
-    def labelled(self) -> tuple[Tensor, Tensor]:
-        """What the networks are trained on, `[2T, N, ...]`."""
-        return self.x[self.rows], self.y[self.rows]
-
-    def tested(self) -> Tensor:
-        """The test points of each, `[2T, 100, inputs]`."""
-        return self.x[self.test]
-
     def rmse(self, fitted: Fitted) -> Tensor:
         """On the test points, in the unit of the target, `[2T]`."""
-        mean, _ = fitted.moments(self.tested())
+        mean, _ = fitted.moments(self.x[self.test])
         errors = mean.cpu().double() - self.y[self.test].squeeze(-1)
         return errors.square().mean(-1).sqrt() * self.scale
 

@@ -132,7 +132,6 @@ def accuracy_of(model: torch.nn.Module, images: Tensor, labels: Tensor, normalis
 
 
 def _unit(images: Tensor) -> Tensor:
-    """Bytes as numbers in [0, 1]."""
     return images.float() / 255.0
 
 

@@ -290,8 +290,6 @@ class Results:
 
 @dataclass(kw_only=True)
 class _Stored:
-    """What a file holds."""
-
     end: int
     """Bytes up to and with the last line end."""
     rest: bytes

@@ -32,6 +32,7 @@ from noisygrad_paper.experiments.changes import check_changes, named_after
 from noisygrad_paper.experiments.configurations import BF16, CONFIGURATIONS, LEARNED_NORM, full_name, has
 from noisygrad_paper.experiments.image_methods import (
     METHODS,
+    PROBLEMS,
     Config,
     check_settings,
     make_trainer,
@@ -39,7 +40,6 @@ from noisygrad_paper.experiments.image_methods import (
     schedule,
     settings,
 )
-from noisygrad_paper.experiments.image_problems import PROBLEMS
 from noisygrad_paper.experiments.processes import mean_of_processes
 from noisygrad_paper.networks import VGG16, ConvNet
 

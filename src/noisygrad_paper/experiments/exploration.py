@@ -173,8 +173,6 @@ class _Group:
 
 
 class _Agent:
-    """One seed."""
-
     def __init__(self, job: Job, replicate: int, seed: int, bonus: Bonus) -> None:
         self.replicate = replicate
         self.bonus = _Timed(bonus)
@@ -188,7 +186,6 @@ class _Agent:
             )
 
     def iterate(self) -> None:
-        """A rollout, its bonus, and a step of the policy."""
         clock, before = _Clock(), self.bonus.seconds
         start = time.process_time()
         with self._random.own():

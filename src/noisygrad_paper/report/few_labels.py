@@ -146,7 +146,6 @@ def _above_best(study: Study) -> str:
 
 
 def _convergence(page: ReportPage, cells: Sequence[Cell]) -> None:
-    """How far HMC's chains agree."""
     rhats = _rhats(cells)
     if not rhats:
         return
