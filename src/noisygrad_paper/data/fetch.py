@@ -9,9 +9,7 @@ import gzip
 import hashlib
 import http.client
 import io
-import os
 import tarfile
-import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -19,6 +17,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO
 
@@ -176,21 +175,12 @@ def _obtain(address: str, destination: Path, entry: DataSet, report: Report) -> 
     """The file at `destination`: as it lies there, else downloaded whole."""
     if destination.is_file():
         return destination
-    # What a killed run left; a younger one may belong to another process that is at work.
+    # What a run left that was killed while it wrote; a younger one may belong to a process that is at work.
     for left in destination.parent.glob(f".{destination.name}.*.part"):
         if time.time() - left.stat().st_mtime > _STALE_SECONDS:
             left.unlink(missing_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=destination.parent, prefix=f".{destination.name}.", suffix=".part")
     try:
-        with os.fdopen(handle, "wb") as file:
-            _download(address, file, lambda done, total: report(destination.name, done, total))
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes files that only their owner may read; a cache may be shared.
-        mask = os.umask(0)
-        os.umask(mask)
-        Path(temporary).chmod(0o666 & ~mask)
-        Path(temporary).replace(destination)
+        content = _downloaded(address, partial(report, destination.name))
     except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
         reason = getattr(error, "reason", None) or error
         command = fetch_command(entry, destination.parent.parent)
@@ -198,25 +188,25 @@ def _obtain(address: str, destination: Path, entry: DataSet, report: Report) -> 
             f"could not download {address}: {reason}. Try again, or get the file some other way, put it at "
             f"{destination} and run `{command}` again"
         ) from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+    write_atomically(destination, content)
     return destination
 
 
-def _download(address: str, file: IO[bytes], report: Callable[[int, int | None], None]) -> None:
+def _downloaded(address: str, report: Callable[[int, int | None], None]) -> bytes:
     request = urllib.request.Request(address, headers={"User-Agent": "noisygrad"})
     with urllib.request.urlopen(request, timeout=_SECONDS_OF_SILENCE) as response:
         length = response.headers.get("Content-Length", "")
         total = int(length) if length.isdigit() else None
-        done = 0
+        done, blocks = 0, list[bytes]()
         report(done, total)
         # read(n) ends without a word where a connection breaks off: the length must be checked.
         while block := response.read(_BLOCK):
-            file.write(block)
+            blocks.append(block)
             done += len(block)
             report(done, total)
     if total is not None and done != total:
         raise ConnectionError(f"the connection closed after {done} of {total} bytes")
+    return b"".join(blocks)
 
 
 def _refuse_escapes(names: list[str]) -> None:

@@ -357,7 +357,7 @@ def device_name(device: str) -> str:
 
 def difference(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     """One line for every setting that differs."""
-    theirs, ours = dict(_flat(stored)), dict(_flat(given))
+    theirs, ours = dict(flat(stored)), dict(flat(given))
     return "\n".join(
         f"  {name}: stored {_shown(theirs, name)}, now {_shown(ours, name)}"
         for name in sorted(theirs.keys() | ours.keys())
@@ -365,10 +365,11 @@ def difference(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     )
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings under dotted names."""
     for name, value in config.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
