@@ -21,7 +21,6 @@ from noisygrad_paper.data import DataTable, load_table, standardised
 from noisygrad_paper.experiments.cells import Cell, Job, Report, device_name
 from noisygrad_paper.experiments.changes import check_changes, named_after
 from noisygrad_paper.experiments.few_labels import (
-    DATA,
     METHODS,
     Config,
     DrawnFit,
@@ -61,9 +60,6 @@ _KL_WEIGHT = {"NNG-FFG": 0.5, "NNG-MVG": 1.0, "NNG-BlkTri": 1.0}
 _KL_WEIGHT_ON: dict[str, dict[str, float]] = {"naval": {"NNG-FFG": 0.01, "NNG-MVG": 0.1, "NNG-BlkTri": 0.1}}
 # Shorter chains than those that others are judged by: they are run eighty at a time, ten times over.
 _HMC = HMCSettings(chains=10, warmup=300, samples=150, thin=3, extensions=2)
-
-
-__all__ = ["ACQUISITIONS", "DATA", "EXPERIMENT", "METHODS_HERE", "TRIALS", "plan", "run_job"]
 
 
 def _method(name: str) -> FewLabelsMethod:

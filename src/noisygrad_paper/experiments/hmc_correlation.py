@@ -17,7 +17,7 @@ from noisygrad.kernels.threads import one_thread
 from noisygrad.replicas.engine import Execution
 from noisygrad_paper.data import load_table, standardised
 from noisygrad_paper.experiments.cells import Cell, Job, Report, device_name
-from noisygrad_paper.experiments.few_labels import DATA, METHODS, FewPoints, trial
+from noisygrad_paper.experiments.few_labels import METHODS, FewPoints, trial
 
 EXPERIMENT = "hmc-correlation"
 TRIALS = 10
@@ -28,8 +28,6 @@ _ONCE = ("HMC", "ridge")
 _DIGITS = 6
 
 TRUTH = "HMC"
-
-__all__ = ["DATA", "EXPERIMENT", "TRIALS", "compare", "plan", "run_job"]
 
 
 def plan(
