@@ -71,11 +71,7 @@ def _divided(cross: Tensor, matrix: Tensor) -> Tensor:
 
 
 def matrix_kl(
-    mean: Tensor,
-    log_row_std: Tensor,
-    log_col_std: Tensor,
-    precision: Tensor | float,
-    log_precision: Tensor | float,
+    mean: Tensor, log_row_std: Tensor, log_col_std: Tensor, precision: Tensor | float, log_precision: Tensor | float
 ) -> Tensor:
     """KL(MN(M, U, V) ‖ N(0, 1/τ)) in nats, `[...]`, averaged over q(τ): E[τ] is `precision`, E[log τ] `log_precision`.
 

@@ -99,8 +99,7 @@ def compare(cells: Iterable[Cell]) -> list[Cell]:
     variance over HMC's), means over the seeds, and the `rhat` of HMC's chains. A trial without HMC is left out.
     """
     cells = list(cells)
-    right = [cell for cell in cells if cell.method == TRUTH and not cell.error]
-    truth = {(cell.data, cell.replicate): cell for cell in right}
+    truth = {(cell.data, cell.replicate): cell for cell in cells if cell.method == TRUTH and not cell.error}
     found = []
     for cell in cells:
         known = truth.get((cell.data, cell.replicate))
