@@ -21,7 +21,7 @@ from noisygrad.replicas.engine import Execution, ReplicaGenerators, train_replic
 from noisygrad.replicas.variational import VariationalLearner
 from noisygrad_paper.data import load_table, splits_of, standardised
 from noisygrad_paper.experiments.cells import Cell, Job, Report, device_name
-from noisygrad_paper.experiments.methods import UnknownMethodError, find_method
+from noisygrad_paper.experiments.methods import find_method
 from noisygrad_paper.experiments.regression import problem_of, tensor_for
 
 EXPERIMENT = "convergence"
@@ -123,7 +123,7 @@ def _job(
     seed: int,
 ) -> Job:
     if method not in CHANGES:
-        raise UnknownMethodError(f"there is no method {method!r} here; the methods are {', '.join(CHANGES)}")
+        raise ValueError(f"there is no method {method!r} here; the methods are {', '.join(CHANGES)}")
     table = load_table(data, data_dir)
     entry, problem = find_method(method.partition("/")[0]), problem_of(table)
     config = {**entry.config(problem), **CHANGES[method], "lr": rate, "anneal": 1.0}

@@ -35,10 +35,6 @@ _GIVEN = ("lr", "kl_weight", "damping", "momentum", "noise", *_FISHER)
 """Settings that an optimiser is given under their own names."""
 
 
-class UnknownImageMethodError(ValueError):
-    """A method or a configuration that does not exist; the message lists those that do."""
-
-
 def settings(method: str, configuration: str) -> Config:
     """What a method is set to unless a data set has choices of its own; λ, η and c₀ depend on the configuration.
 
@@ -47,9 +43,9 @@ def settings(method: str, configuration: str) -> Config:
     nothing is learned (`docs/reproduce-classification.md`).
     """
     if method not in METHODS:
-        raise UnknownImageMethodError(f"there is no method {method!r}; the methods are {', '.join(METHODS)}")
+        raise ValueError(f"there is no method {method!r}; the methods are {', '.join(METHODS)}")
     if configuration not in CONFIGURATIONS:
-        raise UnknownImageMethodError(
+        raise ValueError(
             f"there is no configuration {configuration!r}; the configurations are {', '.join(CONFIGURATIONS)}"
         )
     kl_weight, prior_variance, clip = _CIFAR_PRIOR[configuration]

@@ -29,10 +29,6 @@ _MOST_WEIGHTS = 1000
 """What a full covariance can have of a table of one's own."""
 
 
-class UnknownMethodError(ValueError):
-    """A method that does not exist; the message lists those that do."""
-
-
 @dataclass(frozen=True)
 class Problem:
     """What the settings of a method may depend on."""
@@ -207,7 +203,7 @@ METHODS["NNG-MVG/optimizer"] = replace(METHODS["NNG-MVG"], learner=_made(Optimiz
 
 
 def find_method(name: str) -> Method:
-    """The method of that name; raises UnknownMethodError."""
+    """The method of that name; raises ValueError, which lists those there are."""
     if name not in METHODS:
-        raise UnknownMethodError(f"there is no method {name!r}; the methods are {', '.join(METHODS)}")
+        raise ValueError(f"there is no method {name!r}; the methods are {', '.join(METHODS)}")
     return METHODS[name]
