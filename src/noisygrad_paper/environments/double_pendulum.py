@@ -27,10 +27,7 @@ class DoublePendulum(Task):
         threshold: In metres; 0.1 is the paper's. (At 1, which its code had, nearly every random episode is rewarded.)
     """
 
-    metadata: dict[str, Any] = {  # noqa: RUF012
-        "render_modes": ["rgb_array"],
-        "render_fps": 50,
-    }
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 50}  # noqa: RUF012
     time_step: ClassVar[float] = 0.01
     frame_skip: ClassVar[int] = 2
     iterations: ClassVar[tuple[int, int]] = (20, 20)

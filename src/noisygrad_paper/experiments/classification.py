@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -26,7 +27,6 @@ from noisygrad.training.history import EpochRecord, History
 from noisygrad.training.loop import train
 from noisygrad_paper.data.images import Images, load_images, load_out_of_distribution, subset
 from noisygrad_paper.experiments import calibration
-from noisygrad_paper.experiments.augmentation import random_crop
 from noisygrad_paper.experiments.cells import Cell, Job, Report, device_name
 from noisygrad_paper.experiments.changes import check_changes, named_after
 from noisygrad_paper.experiments.configurations import BF16, CONFIGURATIONS, LEARNED_NORM, full_name, has
@@ -310,6 +310,28 @@ class Learning:
         if self.data in ("cifar10", "digits"):
             found |= calibration.under_corruption(posterior, self.x_test, self.y_test, self.normalise, samples, say=say)
         return found
+
+
+def random_crop(images: Tensor, padding: int, *, flip: bool, generator: torch.Generator | None = None) -> Tensor:
+    """Each image `[B, C, H, W]` moved by up to `padding` pixels each way, zeros coming in, and mirrored at random.
+
+    The same as padding on all sides and cutting the original size out at a random place. Draws come from `generator`,
+    or from torch's own for the device.
+    """
+    count, _, height, width = images.shape
+    device = images.device
+
+    def draw(high: int) -> Tensor:
+        return torch.randint(high, (count, 1), device=device, generator=generator)
+
+    padded = F.pad(images, (padding,) * 4)
+    rows = draw(2 * padding + 1) + torch.arange(height, device=device)
+    columns = torch.arange(width, device=device).expand(count, -1)
+    if flip:
+        columns = torch.where(draw(2) > 0, width - 1 - columns, columns)
+    columns = columns + draw(2 * padding + 1)
+    example = torch.arange(count, device=device)[:, None, None]
+    return padded.movedim(1, -1)[example, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)
 
 
 def held_out(images: Images) -> Images:

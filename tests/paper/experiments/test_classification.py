@@ -16,9 +16,8 @@ from noisygrad.training.checkpoint import CheckpointError
 from noisygrad.training.history import EpochRecord
 from noisygrad_paper.data import load_images, subset
 from noisygrad_paper.experiments import calibration, classification
-from noisygrad_paper.experiments.augmentation import random_crop
 from noisygrad_paper.experiments.cells import Results
-from noisygrad_paper.experiments.classification import Learning, held_out, plan, run_job
+from noisygrad_paper.experiments.classification import Learning, held_out, plan, random_crop, run_job
 from noisygrad_paper.experiments.configurations import CONFIGURATIONS, full_name, has
 from noisygrad_paper.experiments.image_methods import METHODS, schedule, settings
 
