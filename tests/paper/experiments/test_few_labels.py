@@ -216,8 +216,7 @@ def test_hmc_goes_through_the_experiments(experiment: object, monkeypatch: pytes
 @pytest.fixture
 def embedded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands know the one table that needs no file."""
-    for experiment in (hmc_correlation, active_learning):
-        monkeypatch.setattr(experiment, "DATA", ("diabetes",))
+    monkeypatch.setattr(few_labels, "DATA", ("diabetes",))
 
 
 def test_tuning_has_a_file_of_its_own(embedded: None, tmp_path: Path) -> None:
