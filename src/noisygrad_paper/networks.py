@@ -8,7 +8,23 @@ from torch import Tensor, nn
 from noisygrad.networks import positive, uniform_
 
 
-class VGG16(nn.Module):
+class _ImageNetwork(nn.Module):
+    """Features of images of one shape, and the logits that they give."""
+
+    features: nn.Sequential
+    classifier: nn.Module
+    shape: tuple[int, int, int]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits for images `[batch, channels, height, width]`."""
+        if x.shape[1:] != self.shape:
+            expected = ", ".join(map(str, self.shape))
+            raise ValueError(f"got images of shape {tuple(x.shape)}; expected [batch, {expected}]")
+        output: Tensor = self.classifier(self.features(x).flatten(1))
+        return output
+
+
+class VGG16(_ImageNetwork):
     """The paper's VGG16 for 32×32 colour images: thirteen 3×3 convolutions at half the usual width, one linear layer.
 
     Channels are 32-32, 64-64, 128×3, 256×3, 256×3, each group followed by a 2×2 max-pool, so that the classifier sees
@@ -39,6 +55,7 @@ class VGG16(nn.Module):
         positive("classes", classes)
         if not (math.isfinite(width) and width > 0):
             raise ValueError(f"got width={width}; expected a positive number")
+        self.shape = 3, 32, 32
         layers: list[nn.Module] = []
         channels = 3
         for group in VGG16.GROUPS:
@@ -54,14 +71,8 @@ class VGG16(nn.Module):
         self.classifier = nn.Linear(channels, classes)
         _glorot(self, generator)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits for images `[batch, 3, 32, 32]`."""
-        _check_images(x, 3, 32)
-        output: Tensor = self.classifier(self.features(x).flatten(1))
-        return output
 
-
-class ConvNet(nn.Module):
+class ConvNet(_ImageNetwork):
     """A small network for digits: two 3×3 convolutions (16, 32 channels) with pooling, 64 hidden units, the logits.
 
     Args:
@@ -86,11 +97,11 @@ class ConvNet(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        self.channels = positive("channels", channels)
+        positive("channels", channels)
         positive("classes", classes)
         if image_size < 4:
             raise ValueError(f"got image_size={image_size}; expected at least 4, for the image is halved twice")
-        self.image_size = image_size
+        self.shape = channels, image_size, image_size
         layers: list[nn.Module] = []
         for before, after in ((channels, 16), (16, 32)):
             layers.append(nn.Conv2d(before, after, 3, padding=1))
@@ -101,12 +112,6 @@ class ConvNet(nn.Module):
         pooled = image_size // 2 // 2
         self.classifier = nn.Sequential(nn.Linear(32 * pooled * pooled, 64), nn.ReLU(), nn.Linear(64, classes))
         _glorot(self, generator)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits for images `[batch, channels, image_size, image_size]`."""
-        _check_images(x, self.channels, self.image_size)
-        output: Tensor = self.classifier(self.features(x).flatten(1))
-        return output
 
 
 def _norm(channels: int, learned: bool) -> nn.BatchNorm2d:
@@ -123,8 +128,3 @@ def _glorot(module: nn.Module, generator: torch.Generator | None) -> None:
             uniform_(layer.weight, math.sqrt(6.0 / fans), generator)
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
-
-
-def _check_images(x: Tensor, channels: int, size: int) -> None:
-    if x.dim() != 4 or tuple(x.shape[1:]) != (channels, size, size):
-        raise ValueError(f"got images of shape {tuple(x.shape)}; expected [batch, {channels}, {size}, {size}]")

@@ -3,15 +3,15 @@
 import torch
 from torch import Tensor
 
+from noisygrad.optim.options import positive
+
 
 class Adam:
     """Adam for one tensor, which it moves in place and which may hold many parameters side by side."""
 
     def __init__(self, parameters: Tensor, lr: float, betas: tuple[float, float] = (0.9, 0.999), epsilon: float = 1e-8):
-        if not lr > 0:
-            raise ValueError(f"lr must be positive; got {lr!r}")
         self.parameters = parameters
-        self._lr, self._betas, self._epsilon = lr, betas, epsilon
+        self._lr, self._betas, self._epsilon = positive("lr", lr), betas, epsilon
         self.first, self.second = torch.zeros_like(parameters), torch.zeros_like(parameters)
         self.powers = torch.ones(2, dtype=parameters.dtype, device=parameters.device)
         """βᵏ of both moments, for the bias correction."""

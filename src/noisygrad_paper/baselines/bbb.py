@@ -14,6 +14,7 @@ from torch import Tensor
 
 from noisygrad.families.base import FactoredCovariance
 from noisygrad.likelihoods import Gaussian
+from noisygrad.optim.options import positive
 from noisygrad.replicas.perceptrons import Perceptrons
 from noisygrad.replicas.variational import VariationalLearner
 from noisygrad_paper.baselines.adam import Adam
@@ -31,9 +32,7 @@ class BBBSettings:
 
     def __post_init__(self) -> None:
         for name in ("lr", "kl_weight", "prior_variance", "mc_samples", "initial_std"):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} must be positive and finite; got {value!r}")
+            positive(name, getattr(self, name))
 
     def learner(
         self, network: Perceptrons, likelihood: Gaussian, *, num_data: int, generators: Sequence[torch.Generator]

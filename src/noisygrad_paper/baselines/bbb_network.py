@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from noisygrad.families import diagonal
 from noisygrad.likelihoods import Likelihood
+from noisygrad.optim.options import positive
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import build_structure
@@ -42,8 +43,7 @@ class BayesByBackprop(torch.optim.Optimizer):
         seed: int | None = None,
     ) -> None:
         for name, value in (("num_data", num_data), ("lr", lr), ("kl_weight", kl_weight), ("initial_std", initial_std)):
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} must be positive and finite; got {value!r}")
+            positive(name, value)
         check_prior_variance(prior_variance)
         self.structure = build_structure(model, "diagonal")
         super().__init__(list(self.structure.parameters.values()), {"lr": lr})
@@ -81,7 +81,11 @@ class BayesByBackprop(torch.optim.Optimizer):
             with torch.enable_grad():
                 output, target = closure()
                 self.likelihood.check(output, target)
-                self._refuse_learned_noise(output.detach(), target)
+                if not self._fixed_noise and self.likelihood.observe(output.detach(), target) is not None:
+                    raise ValueError(
+                        "the noise is not learned here: give it a value, such as ng.Gaussian(noise_variance=0.1)"
+                    )
+                self._fixed_noise = True
                 loss = self.likelihood.nll(output.float(), target)
                 loss.backward()
             self._gradient.read_gradients_()
@@ -96,11 +100,6 @@ class BayesByBackprop(torch.optim.Optimizer):
         self._mean.flat.copy_(mean)
         self._mean.write_parameters_()
         return loss.detach()
-
-    def _refuse_learned_noise(self, output: Tensor, target: Tensor) -> None:
-        if not self._fixed_noise and self.likelihood.observe(output, target) is not None:
-            raise ValueError("the noise is not learned here: give it a value, such as ng.Gaussian(noise_variance=0.1)")
-        self._fixed_noise = True
 
     def posterior(self) -> Posterior:
         """The posterior as it is, of the diagonal family: its Fisher is what makes σ² = (λ/N) / (F + Γ)."""

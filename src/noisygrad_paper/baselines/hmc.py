@@ -7,7 +7,8 @@ precision under its Gamma prior is integrated out exactly, so chains are over we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -94,17 +95,14 @@ class HMC:
         self._sizes = [shape.numel() for shape in self._shapes.values()]
         each = [prior_precision(prior_variance, name) for name in names]
         self._precision = np.repeat(np.array(each), self._sizes)
-        self._sampler = self._make_sampler()
-        self._device = jax_device(device)
-        self._place = device if torch.device(device).type != "cuda" or torch.cuda.is_available() else "cpu"
-
-    def _make_sampler(self) -> Any:
         require("HMC", "jax", "numpyro")
         from noisygrad_paper.baselines.jax_networks import as_jax
         from noisygrad_paper.baselines.jax_sampler import ChainSampler
 
-        self._network = as_jax(self.model)
-        return ChainSampler(self._potential(self._network), self.settings)
+        self._network = as_jax(model)
+        self._sampler: Any = ChainSampler(self._potential(self._network), self.settings)
+        self._device = jax_device(device)
+        self._place = device if torch.device(device).type != "cuda" or torch.cuda.is_available() else "cpu"
 
     def _potential(self, network: Callable[..., Any]) -> Potential:
         import jax.numpy as jnp
@@ -155,7 +153,7 @@ class HMC:
         # From the prior, but not further than where weights are usually looked for.
         spread = np.minimum(1.0, self._precision**-0.5)
         first = np.stack([np.random.default_rng(seed).standard_normal(shape) for seed in seeds]) * spread
-        with _double(), _on(self._device):
+        with _wide_on(self._device):
             self._sampler.start(tuple(_array(part) for part in (x, y, weight)), first, seeds)
             self._sampler.warm_up(lambda done: say(0.2 * done, "warming up"))
             draws = list(self._sampler.draw(lambda done: say(0.2 + 0.8 * done, "sampling")))
@@ -193,7 +191,7 @@ class HMC:
                 raise ValueError(f"the model cannot take such inputs: {error}") from error
         for output, target, own_weight in zip(outputs, y, weight, strict=True):
             self.likelihood.check(output[own_weight > 0], target[own_weight > 0])
-        with _double(), _on(self._device):
+        with _wide_on(self._device):
             try:
                 found = np.asarray(self._network({name: part.numpy() for name, part in own.items()}, _array(at[0])))
             except (KeyError, TypeError, ValueError) as error:
@@ -237,18 +235,13 @@ def _array(tensor: Tensor) -> np.ndarray[Any, Any]:
     return found
 
 
-def _double() -> Any:
-    """Float64 in JAX, inside alone."""
+@contextmanager
+def _wide_on(device: Any) -> Iterator[None]:
+    """Float64 and that device for all that JAX computes inside."""
     import jax
 
-    return jax.enable_x64(True)
-
-
-def _on(device: Any) -> Any:
-    """That device for all that JAX computes inside."""
-    import jax
-
-    return jax.default_device(device)
+    with jax.enable_x64(True), jax.default_device(device):
+        yield
 
 
 def jax_device(device: str) -> Any:

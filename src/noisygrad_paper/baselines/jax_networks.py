@@ -63,12 +63,7 @@ _FUNCTIONS: dict[Callable[..., Any], Callable[..., Array]] = {
     F.gelu: _gelu,
     F.softplus: lambda x, beta=1.0, threshold=20.0: jax.nn.softplus(beta * x) / beta,
 }
-_METHODS: dict[str, Callable[..., Array]] = {
-    "relu": jax.nn.relu,
-    "tanh": jnp.tanh,
-    "sigmoid": jax.nn.sigmoid,
-    "flatten": _flatten,
-}
+_METHODS = {kind.__name__: _FUNCTIONS[kind] for kind in (torch.relu, torch.tanh, torch.sigmoid, torch.flatten)}
 
 
 def as_jax(model: nn.Module) -> Network:
@@ -96,7 +91,12 @@ def as_jax(model: nn.Module) -> Network:
         for node in nodes:
             arguments, options = value_of(node.args), value_of(node.kwargs)
             if node.op == "call_module":
-                values[node] = _call(str(node.target), layers[str(node.target)], weights, arguments[0])
+                name, layer = str(node.target), layers[str(node.target)]
+                if isinstance(layer, nn.Linear):
+                    arguments = *arguments, weights[f"{name}.weight"], weights.get(f"{name}.bias")
+                    values[node] = _FUNCTIONS[F.linear](*arguments)
+                else:
+                    values[node] = _POINTWISE[type(layer)](layer, *arguments)
             elif node.op == "call_function":
                 values[node] = _FUNCTIONS[node.target](*arguments, **options)
             elif node.op == "call_method":
@@ -123,9 +123,3 @@ def _check(node: fx.Node, layers: Mapping[str, nn.Module]) -> None:
         name = getattr(node.target, "__name__", str(node.target))
         names = ", ".join(sorted({function.__name__ for function in _FUNCTIONS} | _METHODS.keys()))
         raise UnsupportedLayerError(f"the model calls {name}, which is not supported here; supported are {names}")
-
-
-def _call(name: str, layer: nn.Module, weights: Mapping[str, Array], x: Array) -> Array:
-    if not isinstance(layer, nn.Linear):
-        return _POINTWISE[type(layer)](layer, x)
-    return _FUNCTIONS[F.linear](x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))

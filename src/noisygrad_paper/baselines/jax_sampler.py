@@ -34,7 +34,7 @@ class ChainSampler:
         self._settings = settings
         self._init, self._move = hmc(potential_fn_gen=lambda *data: potential(data), algo="HMC")
         self._first = jax.jit(jax.vmap(jax.vmap(self._begin, in_axes=(0, 0, None))))
-        self._compiled: dict[tuple[str, int], Callable[..., Any]] = {}
+        self._warm, self._sample = (jax.jit(work, static_argnums=0) for work in (self._warmed, self._sampled))
         self._data: Data | None = None
         self._states: Any = None
         self._step_size: Array | None = None
@@ -63,7 +63,7 @@ class ChainSampler:
     def warm_up(self, report: Callable[[float], None]) -> None:
         """Find a step size for each data set: the median of its chains'."""
         for done, count in _parts(self._settings.warmup):
-            self._states = self._program("warm up", count, self._warm)(self._states, self._data)
+            self._states = self._warm(count, self._states, self._data)
             jax.block_until_ready(self._states.z)
             report((done + count) / self._settings.warmup)
         self._step_size = jnp.median(self._states.adapt_state.step_size, axis=1)
@@ -78,7 +78,7 @@ class ChainSampler:
         found = []
         for done, size in _parts(self._settings.samples):
             now, keys = jnp.unstack(_split(keys), axis=1)
-            states, kept = self._program("sample", size, self._sample)(states, data, step_size, now)
+            states, kept = self._sample(size, states, data, step_size, now)
             found.append(np.asarray(kept))
             report((done + size) / self._settings.samples)
         asked = count if only is None else len(only)  # what follows is repetition
@@ -93,19 +93,14 @@ class ChainSampler:
         found: list[float] = jnp.mean(self._states.mean_accept_prob, axis=1).tolist()
         return found
 
-    def _program(self, name: str, count: int, work: Callable[..., Any]) -> Callable[..., Any]:
-        if (name, count) not in self._compiled:
-            self._compiled[name, count] = jax.jit(partial(work, count))
-        return self._compiled[name, count]
-
     def _everywhere(self, states: Any, data: Data) -> Any:
         over_chains = jax.vmap(lambda state, data: self._move(state, data, {}), in_axes=(0, None))
         return jax.vmap(over_chains)(states, data)
 
-    def _warm(self, count: int, states: Any, data: Data) -> Any:
+    def _warmed(self, count: int, states: Any, data: Data) -> Any:
         return jax.lax.fori_loop(0, count, lambda _, states: self._everywhere(states, data), states)
 
-    def _sample(self, count: int, states: Any, data: Data, step_size: Array, keys: Array) -> tuple[Any, Array]:
+    def _sampled(self, count: int, states: Any, data: Data, step_size: Array, keys: Array) -> tuple[Any, Array]:
         def one(states: Any, keys: Array) -> tuple[Any, None]:
             adapted = states.adapt_state
             uniform = partial(jax.random.uniform, shape=adapted.step_size.shape[1:], minval=-1.0, maxval=1.0)
@@ -128,9 +123,7 @@ def _split(keys: Array, count: int = 2) -> Array:
 
 def _filled(places: Sequence[int], count: int) -> list[int]:
     """The places, the last repeated until there are a power of two of them or all: few programs are compiled."""
-    size = 1
-    while size < len(places):
-        size *= 2
+    size = 1 << (len(places) - 1).bit_length()
     return [*places, *[places[-1]] * (min(size, max(count, len(places))) - len(places))]
 
 

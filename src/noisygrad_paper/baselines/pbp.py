@@ -300,7 +300,6 @@ class PBP(Learner):
         return means | variances | {name: getattr(self, name) for name in (*factors, *gammas)}
 
     def _maps(self) -> list[Map]:
-        """The network as it is now."""
         maps: list[Map] = []
         for mean, variance in zip(self.means, self.variances, strict=True):
             maps += [Constant(), Linear(mean, variance), Rectifier()]

@@ -12,6 +12,7 @@ per layer) and of the noise precision τ (one per output). q(W) there is the mat
 the published code. All is trained by Adam; predictions use a moving average of the parameters.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from noisygrad.optim.options import positive
 from noisygrad.predictions import RegressionPrediction
 from noisygrad.replicas.learner import Learner
 from noisygrad_paper.baselines.adam import Adam
@@ -69,11 +71,7 @@ def _divided(cross: Tensor, matrix: Tensor) -> Tensor:
 
 
 def matrix_kl(
-    mean: Tensor,
-    log_row_std: Tensor,
-    log_col_std: Tensor,
-    precision: Tensor | float,
-    log_precision: Tensor | float,
+    mean: Tensor, log_row_std: Tensor, log_col_std: Tensor, precision: Tensor | float, log_precision: Tensor | float
 ) -> Tensor:
     """KL(MN(M, U, V) ‖ N(0, 1/τ)) in nats, `[...]`, averaged over q(τ): E[τ] is `precision`, E[log τ] `log_precision`.
 
@@ -146,10 +144,8 @@ class VMG(Learner):
         for name, count in counts.items():
             if not isinstance(count, int) or count < 1:
                 raise ValueError(f"{name} must be an integer of at least 1; got {count!r}.")
-        positive = {"lr": lr, "noise_prior[0]": noise_prior[0], "noise_prior[1]": noise_prior[1]}
-        for name, value in positive.items():
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} must be positive and finite; got {value}.")
+        for name, value in (("lr", lr), ("noise_prior[0]", noise_prior[0]), ("noise_prior[1]", noise_prior[1])):
+            positive(name, value)
         if not (math.isfinite(kl_weight) and kl_weight >= 0):
             raise ValueError(f"kl_weight must be at least 0 and finite; got {kl_weight}.")
         if not math.exp(2 * _LEAST_LOG_NOISE) < max_noise <= 1:
@@ -164,6 +160,8 @@ class VMG(Learner):
         self.num_data, self.kl_weight = num_data, kl_weight
         self.pseudo_pairs, self.max_noise = pseudo_pairs, max_noise
         self.widths = (inputs, *hidden, outputs)
+        self._layers = [(fan_in + 1, fan_out) for fan_in, fan_out in itertools.pairwise(self.widths)]
+        self._depth = len(self._layers)
         self.y_std = self._target_scale(y_std)
         priors = [_WEIGHT_PRIOR] * (2 * self._depth) + [noise_prior] * outputs
         # Gamma posteriors in float64: the terms of their KL are of size N log N and cancel.
@@ -174,10 +172,6 @@ class VMG(Learner):
         self.average = self.parameters.clone()
         self._adam = Adam(self.parameters, lr)
         self.average_weight = torch.zeros(replicas, dtype=dtype, device=self.device)
-
-    @property
-    def _depth(self) -> int:
-        return len(self.widths) - 1
 
     def _target_scale(self, y_std: float | Tensor) -> Tensor:
         scale = torch.as_tensor(y_std, dtype=self.dtype, device=self.device)
@@ -194,8 +188,7 @@ class VMG(Learner):
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Of one replica's parameters, by name, in the order in which they lie in `parameters`."""
         shapes: dict[str, tuple[int, ...]] = {}
-        for i in range(self._depth):
-            rows, columns = self.widths[i] + 1, self.widths[i + 1]
+        for i, (rows, columns) in enumerate(self._layers):
             shapes[f"mean.{i}"] = (rows, columns)
             shapes[f"log_row_std.{i}"] = (rows,)
             shapes[f"log_col_std.{i}"] = (columns,)
@@ -216,13 +209,12 @@ class VMG(Learner):
             return _SMALL * (2 * draw.cpu() - 1)
 
         parts: list[Tensor] = []
-        for i in range(self._depth):
-            fan_in, columns = self.widths[i], self.widths[i + 1]
-            weights = normal(fan_in, columns) * math.sqrt(4 / (fan_in + columns))
-            log_row_std = _SMALL * normal(fan_in + 1)
+        for rows, columns in self._layers:
+            weights = normal(rows - 1, columns) * math.sqrt(4 / (rows - 1 + columns))
+            log_row_std = _SMALL * normal(rows)
             log_row_std[-1] += _BIAS_LOG_STD
             parts += [F.pad(weights, (0, 0, 0, 1)), log_row_std, _SMALL * normal(columns)]
-            parts += [uniform(self.pseudo_pairs, fan_in + 1), uniform(self.pseudo_pairs, columns)]
+            parts += [uniform(self.pseudo_pairs, rows), uniform(self.pseudo_pairs, columns)]
         parts.append(torch.full(self._layout["log_noise_std"], 0.5 * math.log(self.max_noise), dtype=torch.float64))
         parts += [self._prior_shape.log().cpu(), self._prior_rate.log().cpu()]
         return torch.cat([part.flatten() for part in parts])
@@ -238,11 +230,10 @@ class VMG(Learner):
         return {"normal": (sum(self._noise_sizes(batch_size)),)}
 
     def _noise_sizes(self, batch_size: int) -> list[int]:
-        sizes: list[int] = []
-        for i in range(self._depth):
-            rows, columns = self.widths[i] + 1, self.widths[i + 1]
-            sizes += [self.pseudo_pairs * rows, self.pseudo_pairs * columns, batch_size * columns]
-        return sizes
+        pairs = self.pseudo_pairs
+        return [
+            size for rows, columns in self._layers for size in (pairs * rows, pairs * columns, batch_size * columns)
+        ]
 
     def forward(self, parameters: Tensor, x: Tensor, normal: Tensor) -> Tensor:
         """Standardised outputs `[R, B, outputs]`: one draw of the pseudo-data, and of each example's outputs given it.
@@ -253,8 +244,7 @@ class VMG(Learner):
         parts = normal.split(self._noise_sizes(x.shape[-2]), dim=-1)
         noise_std = named["log_noise_std"].exp()
         hidden = x
-        for i in range(self._depth):
-            rows, columns = self.widths[i] + 1, self.widths[i + 1]
+        for i, (rows, columns) in enumerate(self._layers):
             factor_x, factor_y, eps = (
                 part.unflatten(-1, (-1, size))
                 for part, size in zip(parts[3 * i : 3 * i + 3], (rows, columns, columns), strict=True)
@@ -285,7 +275,7 @@ class VMG(Learner):
         precision, log_precision = shape / rate, torch.digamma(shape) - rate.log()
         total = gamma_kl(shape, rate, self._prior_shape, self._prior_rate).sum(-1)
         per_factor = dropout_kl(named["log_noise_std"], self.max_noise).double()
-        for i in range(self._depth):
+        for i, (rows, columns) in enumerate(self._layers):
             row, column = 2 * i, 2 * i + 1
             total = total + matrix_kl(
                 named[f"mean.{i}"],
@@ -294,8 +284,8 @@ class VMG(Learner):
                 precision[:, row] * precision[:, column],
                 log_precision[:, row] + log_precision[:, column],
             )
-            counts = self.pseudo_pairs * (self.widths[i] + 1), self.pseudo_pairs * self.widths[i + 1]
-            total = total + counts[0] * per_factor[:, row] + counts[1] * per_factor[:, column]
+            total = total + self.pseudo_pairs * rows * per_factor[:, row]
+            total = total + self.pseudo_pairs * columns * per_factor[:, column]
         return total
 
     def loss(self, parameters: Tensor, x: Tensor, y: Tensor, normal: Tensor) -> Tensor:
@@ -305,12 +295,11 @@ class VMG(Learner):
         log_lik = torch.digamma(shape) - rate.log() - _LOG_2PI - shape / rate * squared
         return self.kl_weight / self.num_data * self.kl(parameters) - 0.5 * log_lik.sum(-1)
 
-    def _total_loss(self, parameters: Tensor, x: Tensor, y: Tensor, normal: Tensor) -> Tensor:
-        return self.loss(parameters, x, y, normal).sum()
-
     def step_(self, x: Tensor, y: Tensor, noise: Mapping[str, Tensor]) -> None:
         """One step of Adam on all parameters, and of their moving average, which is freed of its start."""
-        gradient = torch.func.grad(self._total_loss)(self.parameters, x, y, noise["normal"])
+        gradient = torch.func.grad(lambda parameters: self.loss(parameters, x, y, noise["normal"]).sum())(
+            self.parameters
+        )
         self._adam.step_(gradient, self.anneal)
         log_noise_std = self.named(self.parameters)["log_noise_std"]
         log_noise_std.clamp_(_LEAST_LOG_NOISE, 0.5 * math.log(self.max_noise))

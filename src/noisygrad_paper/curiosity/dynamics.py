@@ -22,6 +22,7 @@ from noisygrad.exploration.gain import CovarianceTerm, layer_gain
 from noisygrad.exploration.sensitivity import Sensitivity
 from noisygrad.kernels.threads import one_thread
 from noisygrad.likelihoods import Gaussian
+from noisygrad.optim.options import positive
 from noisygrad.replicas.engine import ReplicaGenerators
 from noisygrad.replicas.noisy import NoisySettings
 from noisygrad.replicas.perceptrons import Perceptrons
@@ -66,9 +67,7 @@ class DynamicsSettings:
 
     def __post_init__(self) -> None:
         for name in ("num_data", "noise_std", "updates", "batch_size"):
-            value = getattr(self, name)
-            if not (value > 0 and math.isfinite(value)):
-                raise ValueError(f"{name} must be positive and finite; got {value!r}")
+            positive(name, getattr(self, name))
         if not self.hidden or min(self.hidden) < 1:
             raise ValueError(f"hidden must be one or more sizes of at least 1; got {self.hidden!r}")
 
@@ -117,7 +116,7 @@ class Dynamics:
             for mean, generator in zip(self.learner.mean, self._streams.start, strict=True):
                 mean.normal_(0.0, settings.initial_std, generator=generator)
         self._shapes = self.learner.noise_shapes(settings.batch_size)
-        self._scales: list[tuple[Scale, Scale, Scale]] = []
+        self._scales: list[tuple[Scale, ...]] = []
         self._steps = 0
 
     @property

@@ -40,11 +40,9 @@ class Transitions:
         """How many actions there are."""
         return self.rewards.size
 
-    def flat(self) -> tuple[Array, Array, Array]:
+    def flat(self) -> tuple[Array, ...]:
         """Observations, actions and next observations as rows."""
-        rows = (self.observations, self.actions, self.next_observations)
-        first, second, third = (part.reshape(len(self), -1) for part in rows)
-        return first, second, third
+        return tuple(part.reshape(len(self), -1) for part in (self.observations, self.actions, self.next_observations))
 
 
 class Tape:

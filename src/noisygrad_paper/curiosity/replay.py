@@ -40,7 +40,7 @@ class ReplayPool:
         if not 1 <= minimum <= capacity:
             raise ValueError(f"a pool needs 1 ≤ minimum ≤ capacity, got minimum {minimum} and capacity {capacity}")
         self.capacity, self.minimum = capacity, minimum
-        self._rows: tuple[Array, Array, Array] | None = None
+        self._rows: tuple[Array, ...] = ()
         self._added = 0
         self._generator = np.random.default_rng(seed)
 
@@ -56,32 +56,28 @@ class ReplayPool:
     def add(self, transitions: Transitions) -> None:
         """Put a rollout into the pool."""
         new = transitions.flat()
-        if self._rows is None:
-            first, second, third = (np.empty((self.capacity, part.shape[1]), dtype=np.float32) for part in new)
-            self._rows = first, second, third
+        if not self._rows:
+            self._rows = tuple(np.empty((self.capacity, part.shape[1]), dtype=np.float32) for part in new)
         start = max(0, len(transitions) - self.capacity)
         places = np.arange(self._added + start, self._added + len(transitions)) % self.capacity
         for kept, part in zip(self._rows, new, strict=True):
             kept[places] = part[start:]
         self._added += len(transitions)
 
-    def rows(self) -> tuple[Array, Array, Array]:
+    def rows(self) -> tuple[Array, ...]:
         """All observations, actions and next observations, in no particular order; ValueError below the minimum."""
-        if self._rows is None or not self.ready:
+        if not self.ready:
             raise ValueError(
                 f"the pool holds {len(self)} transitions and needs {self.minimum}: collect more, or lower its minimum"
             )
-        first, second, third = self._rows
-        return first[: len(self)], second[: len(self)], third[: len(self)]
+        return tuple(part[: len(self)] for part in self._rows)
 
-    def scales(self) -> tuple[Scale, Scale, Scale]:
+    def scales(self) -> tuple[Scale, ...]:
         """Of observations, actions and next observations."""
-        first, second, third = (Scale.of(part) for part in self.rows())
-        return first, second, third
+        return tuple(Scale.of(part) for part in self.rows())
 
-    def sample(self, batches: int, size: int) -> tuple[Array, Array, Array]:
+    def sample(self, batches: int, size: int) -> tuple[Array, ...]:
         """`batches` batches of `size` transitions, drawn with replacement: arrays `[batches, size, d]`."""
         rows = self.rows()
         chosen = self._generator.integers(len(self), size=(batches, size))
-        first, second, third = (part[chosen] for part in rows)
-        return first, second, third
+        return tuple(part[chosen] for part in rows)

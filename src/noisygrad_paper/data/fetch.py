@@ -9,38 +9,46 @@ import gzip
 import hashlib
 import http.client
 import io
-import os
 import tarfile
-import tempfile
 import time
 import urllib.error
 import urllib.request
+import warnings
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from noisygrad.archive import write_atomically
 from noisygrad_paper.data.catalogue import DataSet, data_directory, data_set
 from noisygrad_paper.data.files import (
     DamagedDataError,
     MissingDataError,
+    check_arrays,
     check_images,
     fetch_command,
     read_arrays,
     refused,
 )
-from noisygrad_paper.data.raw import YEAR_MEMBER, parse_table
 
 Report = Callable[[str, int, int | None], None]
 """Called while a file is downloaded: its name, the bytes so far, and the bytes in all where they are known."""
 
+YEAR_MEMBER = "YearPredictionMSD.txt"
+"""The one file in the archive of the year set."""
 _BLOCK = 1 << 18
 _SECONDS_OF_SILENCE = 60
 _STALE_SECONDS = 86400
+_DAMAGES = (
+    *(DamagedDataError, zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError),
+    RuntimeError,  # an archive with a password
+)
+"""What reading raises where a download is not what it should be."""
 
 
 class FetchError(OSError):
@@ -67,7 +75,7 @@ def fetch(
         downloads.mkdir(parents=True, exist_ok=True)
         for relative in entry.files:
             (directory / relative).parent.mkdir(exist_ok=True)
-        written = _UNPACK.get(entry.name, _fetch_table)(entry, directory, report or (lambda name, done, total: None))
+        written = _fetch(entry, directory, report or (lambda name, done, total: None))
     except OSError as error:
         if isinstance(error, FetchError):
             raise
@@ -86,127 +94,119 @@ def _present(entry: DataSet, directory: Path) -> bool:
     return True
 
 
-def _fetch_table(entry: DataSet, directory: Path, report: Report) -> list[Path]:
-    """A table of text becomes an npz file."""
-    suffix = ".zip" if entry.address.endswith(".zip") else ".txt"
-    download = _obtain(entry.address, directory / "downloads" / f"{entry.name}{suffix}", entry, report)
-    try:
-        if suffix == ".zip":
-            with zipfile.ZipFile(download) as archive:
-                _refuse_escapes(archive.namelist())
-                if YEAR_MEMBER not in archive.namelist():
-                    raise DamagedDataError(f"there is no {YEAR_MEMBER} in it")
-                with archive.open(YEAR_MEMBER) as text:
-                    _check_text(entry, text)
-                with archive.open(YEAR_MEMBER) as text:
-                    arrays = parse_table(entry, text)
-        else:
-            with download.open("rb") as text:
-                arrays = parse_table(entry, text)
-    except (DamagedDataError, zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
-        raise refused(entry, directory, download, str(error)) from error
-    (relative,) = entry.files
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
-    write_atomically(directory / relative, buffer.getvalue())
-    download.unlink()
-    return [directory / relative]
-
-
-def _fetch_cifar10(entry: DataSet, directory: Path, report: Report) -> list[Path]:
-    """The batches are taken out of the archive by name, and all checked before the first is written."""
-    download = _obtain(entry.address, directory / "downloads" / "cifar10.tar.gz", entry, report)
+def _fetch(entry: DataSet, directory: Path, report: Report) -> list[Path]:
+    """All that is downloaded is unpacked and checked before the first file is written."""
+    unpack = {"cifar10": _cifar10_batches, "mnist": _mnist_file}.get(entry.name, _table)
     contents: dict[str, bytes] = {}
-    try:
-        with tarfile.open(download, "r:gz") as archive:
-            members = archive.getmembers()
-            _refuse_escapes([member.name for member in members])
-            if odd := [member.name for member in members if not (member.isfile() or member.isdir())]:
-                raise DamagedDataError(f"it holds {odd[0]!r}, which is neither a file nor a folder")
-            for member in members:
-                if member.name in entry.files and (file := archive.extractfile(member)) is not None:
-                    contents[member.name] = file.read()
-        for relative, wanted in entry.files.items():
-            if relative not in contents:
-                raise DamagedDataError(f"there is no {relative} in it")
-            if (found := hashlib.sha256(contents[relative]).hexdigest()) != wanted:
-                raise DamagedDataError(f"the checksum of {relative} in it is {found}, expected {wanted}")
-    except (DamagedDataError, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise refused(entry, directory, download, str(error)) from error
+    downloads: list[Path] = []
+    for address, name in _addresses(entry):
+        download = _obtain(address, directory / "downloads" / name, entry, report)
+        downloads.append(download)
+        try:
+            contents |= unpack(entry, download)
+        except _DAMAGES as error:
+            raise refused(entry, directory, download, str(error)) from error
     for relative, content in contents.items():
         write_atomically(directory / relative, content)
-    download.unlink()
+    for download in downloads:
+        download.unlink()
     return [directory / relative for relative in contents]
 
 
-def _fetch_mnist(entry: DataSet, directory: Path, report: Report) -> list[Path]:
-    """The four files are kept as they come; all are checked before the first gets its place."""
-    downloads: dict[str, Path] = {}
+def _addresses(entry: DataSet) -> list[tuple[str, str]]:
+    """What is downloaded, with the names that it has until it is unpacked."""
+    if entry.name == "mnist":
+        names = [PurePosixPath(relative).name for relative in entry.files]
+        return [(f"{entry.address}/{name}", name) for name in names]
+    suffix = next((suffix for suffix in (".zip", ".tar.gz") if entry.address.endswith(suffix)), ".txt")
+    return [(entry.address, f"{entry.name}{suffix}")]
+
+
+def _table(entry: DataSet, download: Path) -> dict[str, bytes]:
+    if download.suffix == ".txt":
+        with download.open("rb") as text:
+            return _packed(entry, text)
+    with zipfile.ZipFile(download) as archive:
+        _refuse_escapes(archive.namelist())
+        if YEAR_MEMBER not in archive.namelist():
+            raise DamagedDataError(f"there is no {YEAR_MEMBER} in it")
+        with archive.open(YEAR_MEMBER) as text:
+            found = hashlib.file_digest(text, "sha256").hexdigest()  # type: ignore[arg-type]
+        if entry.address_checksum not in (None, found):
+            raise DamagedDataError(f"the checksum of the text in it is {found}, expected {entry.address_checksum}")
+        with archive.open(YEAR_MEMBER) as text:
+            return _packed(entry, text)
+
+
+def _packed(entry: DataSet, text: IO[bytes]) -> dict[str, bytes]:
+    """A table of text becomes an npz file."""
+    (relative,) = entry.files
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **parse_table(entry, text))  # type: ignore[arg-type]
+    return {relative: buffer.getvalue()}
+
+
+def _cifar10_batches(entry: DataSet, download: Path) -> dict[str, bytes]:
+    contents: dict[str, bytes] = {}
+    with tarfile.open(download, "r:gz") as archive:
+        members = archive.getmembers()
+        _refuse_escapes([member.name for member in members])
+        if odd := [member.name for member in members if not (member.isfile() or member.isdir())]:
+            raise DamagedDataError(f"it holds {odd[0]!r}, which is neither a file nor a folder")
+        for member in members:
+            if member.name in entry.files and (file := archive.extractfile(member)) is not None:
+                contents[member.name] = file.read()
     for relative, wanted in entry.files.items():
-        name = PurePosixPath(relative).name
-        download = _obtain(f"{entry.address}/{name}", directory / "downloads" / name, entry, report)
-        if (found := hashlib.sha256(download.read_bytes()).hexdigest()) != wanted:
-            raise refused(entry, directory, download, f"its checksum is {found}, expected {wanted}")
-        downloads[relative] = download
-    for relative, download in downloads.items():
-        download.replace(directory / relative)
-    return [directory / relative for relative in downloads]
+        if relative not in contents:
+            raise DamagedDataError(f"there is no {relative} in it")
+        if (found := hashlib.sha256(contents[relative]).hexdigest()) != wanted:
+            raise DamagedDataError(f"the checksum of {relative} in it is {found}, expected {wanted}")
+    return contents
 
 
-_UNPACK: dict[str, Callable[[DataSet, Path, Report], list[Path]]] = {"cifar10": _fetch_cifar10, "mnist": _fetch_mnist}
+def _mnist_file(entry: DataSet, download: Path) -> dict[str, bytes]:
+    relative, content = f"mnist/{download.name}", download.read_bytes()
+    if (found := hashlib.sha256(content).hexdigest()) != entry.files[relative]:
+        raise DamagedDataError(f"its checksum is {found}, expected {entry.files[relative]}")
+    return {relative: content}
 
 
 def _obtain(address: str, destination: Path, entry: DataSet, report: Report) -> Path:
     """The file at `destination`: as it lies there, else downloaded whole."""
     if destination.is_file():
         return destination
-    # What a killed run left; a younger one may belong to another process that is at work.
+    # What a run left that was killed while it wrote; a younger one may belong to a process that is at work.
     for left in destination.parent.glob(f".{destination.name}.*.part"):
         if time.time() - left.stat().st_mtime > _STALE_SECONDS:
             left.unlink(missing_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=destination.parent, prefix=f".{destination.name}.", suffix=".part")
     try:
-        with os.fdopen(handle, "wb") as file:
-            _download(address, file, lambda done, total: report(destination.name, done, total))
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes files that only their owner may read; a cache may be shared.
-        mask = os.umask(0)
-        os.umask(mask)
-        Path(temporary).chmod(0o666 & ~mask)
-        Path(temporary).replace(destination)
-    except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError, _ShortError) as error:
-        Path(temporary).unlink(missing_ok=True)
+        content = _downloaded(address, partial(report, destination.name))
+    except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
         reason = getattr(error, "reason", None) or error
         command = fetch_command(entry, destination.parent.parent)
         raise FetchError(
             f"could not download {address}: {reason}. Try again, or get the file some other way, put it at "
             f"{destination} and run `{command}` again"
         ) from error
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_atomically(destination, content)
     return destination
 
 
-class _ShortError(Exception):
-    """The connection closed before all was sent."""
-
-
-def _download(address: str, file: IO[bytes], report: Callable[[int, int | None], None]) -> None:
+def _downloaded(address: str, report: Callable[[int, int | None], None]) -> bytes:
     request = urllib.request.Request(address, headers={"User-Agent": "noisygrad"})
     with urllib.request.urlopen(request, timeout=_SECONDS_OF_SILENCE) as response:
         length = response.headers.get("Content-Length", "")
         total = int(length) if length.isdigit() else None
-        done = 0
+        done, blocks = 0, list[bytes]()
         report(done, total)
         # read(n) ends without a word where a connection breaks off: the length must be checked.
         while block := response.read(_BLOCK):
-            file.write(block)
+            blocks.append(block)
             done += len(block)
             report(done, total)
     if total is not None and done != total:
-        raise _ShortError(f"the connection closed after {done} of {total} bytes")
+        raise ConnectionError(f"the connection closed after {done} of {total} bytes")
+    return b"".join(blocks)
 
 
 def _refuse_escapes(names: list[str]) -> None:
@@ -217,9 +217,31 @@ def _refuse_escapes(names: list[str]) -> None:
             raise DamagedDataError(f"it holds {name!r}, a path that leads out of its folder")
 
 
-def _check_text(entry: DataSet, text: IO[bytes]) -> None:
-    if entry.address_checksum is None:
-        return
-    found = hashlib.file_digest(text, "sha256").hexdigest()  # type: ignore[arg-type]
-    if found != entry.address_checksum:
-        raise DamagedDataError(f"the checksum of the text in it is {found}, expected {entry.address_checksum}")
+def parse_table(entry: DataSet, lines: Iterable[bytes]) -> dict[str, NDArray[np.float64]]:
+    """The checked arrays of a table, from the lines of its official text.
+
+    The nine sets with standard splits are numbers between blanks: the features, then the target, then for naval the
+    turbine's decay. Year has commas, and its target comes first.
+
+    Raises `DamagedDataError` where the text is not that of the data set.
+    """
+    year = entry.name == "year"
+    try:
+        with warnings.catch_warnings():
+            # An empty text is an error below; numpy only warns.
+            warnings.simplefilter("ignore", UserWarning)
+            numbers = np.loadtxt(lines, delimiter="," if year else None, comments=None, ndmin=2, encoding="utf-8")
+    except ValueError as error:
+        raise DamagedDataError(f"it is not a table of numbers ({error})") from error
+    extra = 1 + (entry.name == "naval")
+    if numbers.shape[1] != entry.features + extra:
+        raise DamagedDataError(f"it has {numbers.shape[1]} columns, expected {entry.features + extra}")
+    if year:
+        arrays = {"x": numbers[:, 1:], "y": numbers[:, 0]}
+    else:
+        arrays = {"x": numbers[:, : entry.features], "y": numbers[:, entry.features]}
+    if entry.name == "naval":
+        arrays["turbine_decay"] = numbers[:, entry.features + 1]
+    arrays = {name: np.ascontiguousarray(values) for name, values in arrays.items()}
+    check_arrays(entry, arrays)
+    return arrays

@@ -95,14 +95,7 @@ def load_images(name: str, data_dir: str | Path | None = None) -> Images:
     x_train, y_train, x_test, y_test = _LOADERS[name](entry, data_directory(data_dir))
     mean, std = _MOMENTS.get(name) or _moments(x_train)
     return Images(
-        name=name,
-        x_train=x_train,
-        y_train=y_train,
-        x_test=x_test,
-        y_test=y_test,
-        classes=_CLASSES,
-        mean=mean,
-        std=std,
+        name=name, x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test, classes=_CLASSES, mean=mean, std=std
     )
 
 

@@ -43,14 +43,7 @@ def read_csv_table(path: str | Path, target: str | int) -> DataTable:
     y = numbers[:, column].copy()
     if y.min() == y.max():
         raise CsvError(f"{path}: the target column {header[column]!r} is {y[0]:g} in every row: nothing to predict")
-    return DataTable(
-        name=path.stem,
-        label=path.name,
-        x=np.delete(numbers, column, axis=1),
-        y=y,
-        about=f"{header[column]} from the other columns of {path.name}",
-        target=header[column],
-    )
+    return DataTable(name=path.stem, label=path.name, x=np.delete(numbers, column, axis=1), y=y, target=header[column])
 
 
 def _header(path: Path, row: list[str]) -> list[str]:

@@ -24,8 +24,6 @@ class DataTable:
     """[n, d]"""
     y: NDArray[np.float64]
     """[n]"""
-    about: str = ""
-    """What is predicted from what."""
     target: str = ""
     """What the target is, with its unit."""
 
@@ -64,7 +62,7 @@ def load_table(name: str, data_dir: str | Path | None = None) -> DataTable:
         if name == "naval-turbine":
             x, y = np.column_stack([x, y]), arrays["turbine_decay"]
     x = np.ascontiguousarray(x)
-    return DataTable(name=name, label=entry.label, x=x, y=y, about=entry.about, target=entry.target)
+    return DataTable(name=name, label=entry.label, x=x, y=y, target=entry.target)
 
 
 def _diabetes() -> tuple[NDArray[np.float64], NDArray[np.float64]]:

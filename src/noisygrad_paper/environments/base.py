@@ -26,10 +26,8 @@ HORIZON = 500
 class Task(gymnasium.Env[Array, Array], ABC):
     """A Box2D world with one force on it and a reward that is 0 nearly everywhere."""
 
-    metadata: dict[str, Any] = {  # noqa: RUF012 (gymnasium declares it so)
-        "render_modes": ["rgb_array"],
-        "render_fps": 20,
-    }
+    # As gymnasium declares it.
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 20}  # noqa: RUF012
 
     time_step: ClassVar[float] = 0.05
     """Seconds of one step of the engine."""

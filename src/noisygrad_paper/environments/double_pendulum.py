@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from Box2D import b2World
 
 from noisygrad import palette
+from noisygrad.optim.options import positive
 from noisygrad_paper.environments.base import Task, end_of_rod, rod, swing
 from noisygrad_paper.environments.canvas import Canvas
 
@@ -26,10 +27,7 @@ class DoublePendulum(Task):
         threshold: In metres; 0.1 is the paper's. (At 1, which its code had, nearly every random episode is rewarded.)
     """
 
-    metadata: dict[str, Any] = {  # noqa: RUF012
-        "render_modes": ["rgb_array"],
-        "render_fps": 50,
-    }
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 50}  # noqa: RUF012
     time_step: ClassVar[float] = 0.01
     frame_skip: ClassVar[int] = 2
     iterations: ClassVar[tuple[int, int]] = (20, 20)
@@ -40,9 +38,7 @@ class DoublePendulum(Task):
 
     def __init__(self, render_mode: str | None = None, threshold: float = 0.1) -> None:
         super().__init__(render_mode)
-        if not (threshold > 0 and math.isfinite(threshold)):
-            raise ValueError(f"the threshold must be positive and finite, got {threshold!r}")
-        self.threshold = threshold
+        self.threshold = positive("threshold", threshold)
 
     def _random_state(self) -> Sequence[float]:
         angles, rates = self.np_random.normal(0.0, 0.1, 2), self.np_random.normal(0.0, 0.01, 2)

@@ -1,20 +1,18 @@
 """Many copies of a task in one process, without the wrappers that would take longer than the engine itself."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
-import gymnasium
 import numpy as np
 from numpy.typing import NDArray
-from stable_baselines3.common.vec_env import VecEnv
-from stable_baselines3.common.vec_env.base_vec_env import VecEnvIndices
+from stable_baselines3.common.vec_env import DummyVecEnv
 
 from noisygrad_paper.environments import HORIZON, Task
 
 Array = NDArray[np.float32]
 
 
-class TaskVector(VecEnv):
+class TaskVector(DummyVecEnv):
     """A vector environment of stable-baselines3: `copies` of a task, stepped together.
 
     An episode ends when its task is over or after `horizon` actions. Both are ends: nothing tells the algorithm to add
@@ -29,25 +27,20 @@ class TaskVector(VecEnv):
         for name, value in (("copies", copies), ("horizon", horizon)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        self.envs = [task() for _ in range(copies)]
+        super().__init__([task] * copies)
+        self.tasks = [env for env in self.envs if isinstance(env, Task)]
+        if len(self.tasks) < copies:
+            kind = type(self.envs[0]).__name__
+            raise TypeError(f"TaskVector steps noisygrad's own tasks; got {kind}: use DummyVecEnv")
         self.horizon = horizon
-        first = self.envs[0]
-        if not isinstance(first, Task):
-            raise TypeError(f"TaskVector steps noisygrad's own tasks; got {type(first).__name__}: use DummyVecEnv")
-        super().__init__(copies, first.observation_space, first.action_space)
         self._steps = [0] * copies
         self._actions: list[float] = []
         if seed is not None:
             self.seed(seed)
 
     def reset(self) -> Array:
-        observations = np.empty((self.num_envs, len(self.envs[0].largest_observation)), dtype=np.float32)
-        for copy, env in enumerate(self.envs):
-            observations[copy], self.reset_infos[copy] = env.reset(seed=self._seeds[copy], options=self._options[copy])
         self._steps = [0] * self.num_envs
-        self._reset_seeds()
-        self._reset_options()
-        return observations
+        return cast(Array, super().reset())
 
     def step_async(self, actions: Array) -> None:
         if np.shape(actions) != (self.num_envs, 1) or not np.isfinite(actions).all():
@@ -58,7 +51,7 @@ class TaskVector(VecEnv):
         """Observations, rewards, ends of episodes and, at those, the last observation."""
         infos: list[dict[str, Any]] = [{} for _ in self.envs]
         observations, rewards, dones = [], [], []
-        for copy, (env, action) in enumerate(zip(self.envs, self._actions, strict=True)):
+        for copy, (env, action) in enumerate(zip(self.tasks, self._actions, strict=True)):
             observation, reward, over = env.advance(action)
             self._steps[copy] += 1
             done = over or self._steps[copy] >= self.horizon
@@ -70,29 +63,3 @@ class TaskVector(VecEnv):
             rewards.append(reward)
             dones.append(done)
         return np.array(observations, dtype=np.float32), np.array(rewards, dtype=np.float32), np.array(dones), infos
-
-    def close(self) -> None:
-        for env in self.envs:
-            env.close()
-
-    def get_images(self) -> Sequence[NDArray[np.uint8] | None]:
-        return [env.render() for env in self.envs]
-
-    def get_attr(self, attr_name: str, indices: VecEnvIndices = None) -> list[Any]:
-        return [getattr(self.envs[copy], attr_name) for copy in self._get_indices(indices)]
-
-    def set_attr(self, attr_name: str, value: Any, indices: VecEnvIndices = None) -> None:
-        for copy in self._get_indices(indices):
-            setattr(self.envs[copy], attr_name, value)
-
-    def env_method(
-        self, method_name: str, *method_args: Any, indices: VecEnvIndices = None, **method_kwargs: Any
-    ) -> list[Any]:
-        return [
-            getattr(self.envs[copy], method_name)(*method_args, **method_kwargs) for copy in self._get_indices(indices)
-        ]
-
-    def env_is_wrapped(
-        self, wrapper_class: type[gymnasium.Wrapper[Any, Any, Any, Any]], indices: VecEnvIndices = None
-    ) -> list[bool]:
-        return [False for _ in self._get_indices(indices)]

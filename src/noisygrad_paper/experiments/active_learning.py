@@ -8,30 +8,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from noisygrad.kernels.threads import one_thread
 from noisygrad.replicas.engine import Execution
 from noisygrad_paper.baselines.hmc import HMCSettings
 from noisygrad_paper.data import DataTable, load_table, standardised
-from noisygrad_paper.experiments.cells import Cell, Job, Report
+from noisygrad_paper.experiments.cells import Cell, Job, Report, device_name
 from noisygrad_paper.experiments.changes import check_changes, named_after
-from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.few_labels import (
-    DATA,
     METHODS,
     Config,
     DrawnFit,
     FewLabelsMethod,
     FewPoints,
     Fitted,
-    Hamiltonian,
+    hamiltonian,
     trial,
 )
 
@@ -66,12 +62,9 @@ _KL_WEIGHT_ON: dict[str, dict[str, float]] = {"naval": {"NNG-FFG": 0.01, "NNG-MV
 _HMC = HMCSettings(chains=10, warmup=300, samples=150, thin=3, extensions=2)
 
 
-__all__ = ["ACQUISITIONS", "DATA", "EXPERIMENT", "METHODS_HERE", "TRIALS", "plan", "run_job"]
-
-
 def _method(name: str) -> FewLabelsMethod:
     name = name.split(" ", maxsplit=1)[0]  # what follows are the settings that are tuned
-    return Hamiltonian(_HMC) if name == "HMC" else METHODS[name.removesuffix(BATCH)]
+    return hamiltonian(_HMC) if name == "HMC" else METHODS[name.removesuffix(BATCH)]
 
 
 def plan(
@@ -126,7 +119,7 @@ def run_job(job: Job, report: Report, *, data_dir: str | None = None, device: st
     with one_thread(device == "cpu"):
         first = _FIRST_FOR_TUNING if "tuning" in job.config else 0
         trials = [first + replicate for replicate in job.replicates]
-        race = _Race.start(table, trials, job.config["seed"], job.config["at_once"])
+        race = _Race(table, trials, job.config["seed"], job.config["at_once"])
         method = _method(job.method)
         rounds = job.config["acquisitions"] + 1
         figures: dict[str, list[Tensor]] = {"rmse": []}
@@ -157,14 +150,12 @@ def run_job(job: Job, report: Report, *, data_dir: str | None = None, device: st
 
 
 def _fit(method: FewLabelsMethod, race: _Race, config: Config, device: str, say: Report, number: int) -> Fitted:
-    x, y = race.labelled()
-    count = x.shape[0] // 2
     # Both ways start from the same weights.
     seeds = [config["seed"] * 1_000_000 + 1000 * trial + number for trial in race.trials] * 2
-    assert len(seeds) == 2 * count
     # The number of points changes from round to round, and compiling a step takes as long as a training.
     execution: Execution = "eager" if device == "cpu" else "captured"
-    return method.fit(FewPoints(x, y, race.tested(), device, execution), seeds, config, say)
+    points = FewPoints(race.x[race.rows], race.y[race.rows], race.x[race.test], device, execution)
+    return method.fit(points, seeds, config, say)
 
 
 def _figures(found: dict[str, Tensor], index: int) -> dict[str, float | list[float]]:
@@ -178,59 +169,34 @@ def _figures(found: dict[str, Tensor], index: int) -> dict[str, float | list[flo
     return figures
 
 
-@dataclass
 class _Race:
     """Who has which labels: rows `[2T, N]`, first those who choose at random, then those who choose by variance."""
 
-    table: DataTable
-    trials: Sequence[int]
-    rows: NDArray[np.intp]
-    test: NDArray[np.intp]
-    """[T, 100]"""
-    pools: list[NDArray[np.intp]]
-    """Of each of the 2T, in an order that is the trial's own: choosing at random takes the first."""
-    x: Tensor
-    y: Tensor
-    scale: float
-    at_once: int
-    waiting: list[list[int]]
-    """Rows that those who choose by variance have chosen and not yet got."""
-    failures: dict[int, str] = field(default_factory=dict)
-    """What went wrong, by trial; it goes on at random, so that the others can."""
-
-    @classmethod
-    def start(cls, table: DataTable, trials: Sequence[int], seed: int, at_once: int = 1) -> _Race:
+    def __init__(self, table: DataTable, trials: Sequence[int], seed: int, at_once: int) -> None:
+        self.trials, self.at_once = trials, at_once
         chosen = [trial(table, number, ACQUISITIONS) for number in trials]
-        rows = np.stack([each.labelled for each in chosen])
+        self.rows = np.stack([each.labelled for each in chosen] * 2)
+        self.test = np.stack([each.others for each in chosen] * 2)
+        """[2T, 100]"""
+        orders = [
+            np.random.default_rng([seed, number]).permutation(each.pool)
+            for number, each in zip(trials, chosen, strict=True)
+        ]
+        self.pools = orders * 2
+        """Of each of the 2T, in an order that is the trial's own: choosing at random takes the first."""
         everything = np.arange(table.rows)
         data = standardised(table, [(everything, everything[:1])], by_all_rows=True)
-        pairs = zip(trials, chosen, strict=True)
-        orders = [np.random.default_rng([seed, number]).permutation(each.pool) for number, each in pairs]
-        return cls(
-            table,
-            trials,
-            np.concatenate([rows, rows]),
-            np.stack([each.others for each in chosen]),
-            orders + [order.copy() for order in orders],
-            torch.from_numpy(data.x_train[0]),
-            torch.from_numpy(data.y_train[0]),
-            float(data.y_std[0]),
-            at_once,
-            [[] for _ in trials],
-        )
-
-    def labelled(self) -> tuple[Tensor, Tensor]:
-        """What the networks are trained on, `[2T, N, ...]`."""
-        return self.x[self.rows], self.y[self.rows]
-
-    def tested(self) -> Tensor:
-        """The test points of each, `[2T, 100, inputs]`."""
-        return self.x[np.concatenate([self.test, self.test])]
+        self.x, self.y = torch.from_numpy(data.x_train[0]), torch.from_numpy(data.y_train[0])
+        self.scale = float(data.y_std[0])
+        self.waiting: list[list[int]] = [[] for _ in trials]
+        """Rows that those who choose by variance have chosen and not yet got."""
+        self.failures: dict[int, str] = {}
+        """What went wrong, by trial; it goes on at random, so that the others can."""
 
     def rmse(self, fitted: Fitted) -> Tensor:
         """On the test points, in the unit of the target, `[2T]`."""
-        mean, _ = fitted.moments(self.tested())
-        errors = mean.cpu().double() - self.y[np.concatenate([self.test, self.test])].squeeze(-1)
+        mean, _ = fitted.moments(self.x[self.test])
+        errors = mean.cpu().double() - self.y[self.test].squeeze(-1)
         return errors.square().mean(-1).sqrt() * self.scale
 
     def acquire(self, fitted: Fitted) -> None:

@@ -48,13 +48,9 @@ def measured(posterior: Posterior, images: Tensor, labels: Tensor, normalise: No
 def by_draws(posterior: Posterior, images: Tensor, labels: Tensor, normalise: Normalise) -> Figures:
     """Accuracy (per cent), ece and nll by how many draws of the weights a prediction averages."""
     logits = _logits(posterior, _unit(images), normalise, max(DRAWS))
-    found: dict[str, list[float]] = {"draws": [float(count) for count in DRAWS]}
-    for count in DRAWS:
-        prediction = CategoricalPrediction(logits[:count])
-        scores = _scores(prediction, labels)
-        for name, value in scores.items():
-            found.setdefault(f"{name}_by_draws", []).append(value)
-    return {name: list(values) for name, values in found.items()}
+    rows = [_scores(CategoricalPrediction(logits[:count]), labels) for count in DRAWS]
+    found: Figures = {"draws": [float(count) for count in DRAWS]}
+    return found | {f"{name}_by_draws": [row[name] for row in rows] for name in rows[0]}
 
 
 def nll_of_draws(
@@ -132,7 +128,6 @@ def accuracy_of(model: torch.nn.Module, images: Tensor, labels: Tensor, normalis
 
 
 def _unit(images: Tensor) -> Tensor:
-    """Bytes as numbers in [0, 1]."""
     return images.float() / 255.0
 
 

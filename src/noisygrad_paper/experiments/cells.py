@@ -11,6 +11,7 @@ import json
 import math
 import numbers
 import os
+import platform
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -209,7 +210,7 @@ class Results:
             stored = self._read(descriptor)
             fresh: list[Cell] = []
             for cell in cells:
-                self._same_config(stored.cells.values(), cell.data, cell.method, cell.config)
+                self._same_config(stored.cells.values(), cell)
                 if stored.add(cell):
                     fresh.append(cell)
             lost = b"" if stored.whole else stored.rest
@@ -228,29 +229,26 @@ class Results:
     def missing(self, plan: Iterable[Job]) -> list[Job]:
         """The jobs of a plan with only the replicates that are not stored; failed cells count as not stored.
 
-        Raises ConfigurationError as `check` does: a cell of another configuration is neither there nor missing.
+        Raises ConfigurationError for a cell of another configuration, which is neither there nor missing.
         """
         cells = self.load()
         done = {cell.key for cell in cells if cell.error is None}
         left = []
         for job in plan:
-            self._same_config(cells, job.data, job.method, job.config)
+            self._same_config(cells, job)
             replicates = tuple(number for number in job.replicates if (job.data, job.method, number) not in done)
             if replicates:
                 left.append(replace(job, replicates=replicates))
         return left
 
-    def check(self, data: str, method: str, config: Mapping[str, Any]) -> None:
-        """Raise ConfigurationError if stored cells of this data and method were made by another configuration."""
-        self._same_config(self.load(), data, method, _plain_config(config, f"{data} {method}"))
-
-    def _same_config(self, cells: Iterable[Cell], data: str, method: str, config: dict[str, Any]) -> None:
+    def _same_config(self, cells: Iterable[Cell], new: Cell | Job) -> None:
         for cell in cells:
             # A failed cell has no figures that could be mixed with others, so it binds nobody.
-            if (cell.data, cell.method) == (data, method) and cell.error is None and cell.config != config:
+            same = (cell.data, cell.method) == (new.data, new.method)
+            if same and cell.error is None and cell.config != new.config:
                 raise ConfigurationError(
-                    f"{self.path} has cells of {data} {method} made by another configuration:\n"
-                    f"{difference(cell.config, config)}\n"
+                    f"{self.path} has cells of {new.data} {new.method} made by another configuration:\n"
+                    f"{difference(cell.config, new.config)}\n"
                     "Choose another folder with --results, go back to the stored configuration, or delete the file."
                 )
 
@@ -292,8 +290,6 @@ class Results:
 
 @dataclass(kw_only=True)
 class _Stored:
-    """What a file holds."""
-
     end: int
     """Bytes up to and with the last line end."""
     rest: bytes
@@ -350,9 +346,18 @@ def _is_finite(value: Metric) -> bool:
     return all(map(math.isfinite, value if isinstance(value, list) else [value]))
 
 
+def device_name(device: str) -> str:
+    """The machine's processor or GPU in words, without anything that tells one machine from another of its kind."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    return f"CPU {platform.machine()}"
+
+
 def difference(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     """One line for every setting that differs."""
-    theirs, ours = dict(_flat(stored)), dict(_flat(given))
+    theirs, ours = dict(flat(stored)), dict(flat(given))
     return "\n".join(
         f"  {name}: stored {_shown(theirs, name)}, now {_shown(ours, name)}"
         for name in sorted(theirs.keys() | ours.keys())
@@ -360,10 +365,11 @@ def difference(stored: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     )
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested settings under dotted names."""
     for name, value in config.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -26,22 +27,19 @@ from noisygrad.training.history import EpochRecord, History
 from noisygrad.training.loop import train
 from noisygrad_paper.data.images import Images, load_images, load_out_of_distribution, subset
 from noisygrad_paper.experiments import calibration
-from noisygrad_paper.experiments.augmentation import random_crop
-from noisygrad_paper.experiments.cells import Cell, Job, Report
+from noisygrad_paper.experiments.cells import Cell, Job, Report, device_name
 from noisygrad_paper.experiments.changes import check_changes, named_after
 from noisygrad_paper.experiments.configurations import BF16, CONFIGURATIONS, LEARNED_NORM, full_name, has
-from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.image_methods import (
     METHODS,
+    PROBLEMS,
     Config,
-    Trainer,
     check_settings,
     make_trainer,
     optional,
     schedule,
     settings,
 )
-from noisygrad_paper.experiments.image_problems import PROBLEMS
 from noisygrad_paper.experiments.processes import mean_of_processes
 from noisygrad_paper.networks import VGG16, ConvNet
 
@@ -134,23 +132,9 @@ def run_job(
     checkpoints: str | None = None,
     checkpoint_every: int = 1,
 ) -> list[Cell]:
-    """Train the network of each replicate and measure it on the test images."""
-    return [
-        _run(job, replicate, report, data_dir, device, checkpoints, checkpoint_every) for replicate in job.replicates
-    ]
-
-
-def _run(
-    job: Job,
-    seed: int,
-    report: Report,
-    data_dir: str | None,
-    device: str,
-    checkpoints: str | None,
-    checkpoint_every: int,
-) -> Cell:
+    """Train the network of a job's one seed and measure it on the test images."""
     start = time.perf_counter()
-    config = job.config
+    config, (seed,) = job.config, job.replicates
     images = _part_of(load_images(job.data, data_dir), config, seed)
     # The ranks of a training have images of their own, and draw crops and mirror images of their own.
     torch.manual_seed(seed + BETWEEN_RANKS * processes().rank)
@@ -174,10 +158,10 @@ def _run(
     except ArithmeticError as error:  # a training that diverged is a result too
         seconds = time.perf_counter() - start
         without = job.cell(experiment, seed, {"loss": math.nan}, seconds=seconds, device=device_name(device))
-        return replace(without, error=str(error))
+        return [replace(without, error=str(error))]
     # The epochs before a stop count too.
     seconds = sum(history.seconds) + time.perf_counter() - measuring
-    return job.cell(experiment, seed, figures, seconds=seconds, device=device_name(device))
+    return [job.cell(experiment, seed, figures, seconds=seconds, device=device_name(device))]
 
 
 def _out_of_distribution_images(data: str, data_dir: str | None) -> NDArray[np.uint8] | None:
@@ -231,17 +215,11 @@ class Learning:
         self._losses = torch.zeros(len(self.x_train) // self.batch_size, device=self.device)
         self._steps = 0
         self._padding, self._flip = (problem.padding, problem.flip) if self.config["augment"] else (0, False)
-        self.trainer = self._make_trainer(job.method.partition(" ")[0].split("/")[0])
-
-    def _make_trainer(self, method: str) -> Trainer:
-        model: nn.Module = self.network
-        if self._ranks.size > 1:
-            model = DistributedDataParallel(model)
-        self.model = model
-        return make_trainer(
-            method,
+        self.model: nn.Module = DistributedDataParallel(self.network) if self._ranks.size > 1 else self.network
+        self.trainer = make_trainer(
+            job.method.partition(" ")[0].split("/")[0],
             self.config,
-            model,
+            self.model,
             num_data=len(self.x_train),
             steps_per_epoch=len(self.x_train) // self.batch_size,
             inputs=self._inputs,
@@ -332,6 +310,28 @@ class Learning:
         if self.data in ("cifar10", "digits"):
             found |= calibration.under_corruption(posterior, self.x_test, self.y_test, self.normalise, samples, say=say)
         return found
+
+
+def random_crop(images: Tensor, padding: int, *, flip: bool, generator: torch.Generator | None = None) -> Tensor:
+    """Each image `[B, C, H, W]` moved by up to `padding` pixels each way, zeros coming in, and mirrored at random.
+
+    The same as padding on all sides and cutting the original size out at a random place. Draws come from `generator`,
+    or from torch's own for the device.
+    """
+    count, _, height, width = images.shape
+    device = images.device
+
+    def draw(high: int) -> Tensor:
+        return torch.randint(high, (count, 1), device=device, generator=generator)
+
+    padded = F.pad(images, (padding,) * 4)
+    rows = draw(2 * padding + 1) + torch.arange(height, device=device)
+    columns = torch.arange(width, device=device).expand(count, -1)
+    if flip:
+        columns = torch.where(draw(2) > 0, width - 1 - columns, columns)
+    columns = columns + draw(2 * padding + 1)
+    example = torch.arange(count, device=device)[:, None, None]
+    return padded.movedim(1, -1)[example, rows[:, :, None], columns[:, None, :]].movedim(-1, 1)
 
 
 def held_out(images: Images) -> Images:

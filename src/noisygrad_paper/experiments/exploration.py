@@ -32,9 +32,8 @@ from noisygrad_paper.curiosity import (
 )
 from noisygrad_paper.environments import TASKS
 from noisygrad_paper.experiments import exploration_conditions as conditions
-from noisygrad_paper.experiments.cells import Cell, Job, Report
+from noisygrad_paper.experiments.cells import Cell, Job, Report, device_name
 from noisygrad_paper.experiments.changes import check_changes, named_after
-from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.exploration import MODELS, NoBonus, SquaredNorm, paper_trpo
 
 _TOGETHER = 10
@@ -82,16 +81,10 @@ def plan(
             count = seeds or conditions.usual_seeds(task, method)
             cost = config["iterations"] * _COST.get(method, _MODEL_COST)
             name = named_after(method, changes or {})
-            jobs += [
-                Job(data=task, method=name, replicates=tuple(group), config=config, cost=cost)
-                for group in _groups(range(count))
-            ]
+            for start in range(0, count, _TOGETHER):
+                group = tuple(range(count)[start : start + _TOGETHER])
+                jobs.append(Job(data=task, method=name, replicates=group, config=config, cost=cost))
     return sorted(jobs, key=lambda job: job.cost)
-
-
-def _groups(numbers: range) -> Iterator[range]:
-    for start in range(0, len(numbers), _TOGETHER):
-        yield numbers[start : start + _TOGETHER]
 
 
 def _config(method: str, changes: Config | None = None) -> Config:
@@ -180,8 +173,6 @@ class _Group:
 
 
 class _Agent:
-    """One seed."""
-
     def __init__(self, job: Job, replicate: int, seed: int, bonus: Bonus) -> None:
         self.replicate = replicate
         self.bonus = _Timed(bonus)
@@ -195,7 +186,6 @@ class _Agent:
             )
 
     def iterate(self) -> None:
-        """A rollout, its bonus, and a step of the policy."""
         clock, before = _Clock(), self.bonus.seconds
         start = time.process_time()
         with self._random.own():
@@ -257,25 +247,23 @@ class _Randomness:
     """What an agent finds in the global generators, which stable-baselines3 draws from."""
 
     def __init__(self) -> None:
-        self._mine = _global_states()
+        self._kept = _global_states()
 
     @contextmanager
     def own(self) -> Iterator[None]:
         """The agent's own numbers inside; outside everything is as before."""
-        others = _global_states()
-        _restore(self._mine)
+        self._exchange()
         try:
             yield
         finally:
-            self._mine = _global_states()
-            _restore(others)
+            self._exchange()
+
+    def _exchange(self) -> None:
+        (for_torch, for_numpy, for_python), self._kept = self._kept, _global_states()
+        torch.set_rng_state(for_torch)
+        np.random.set_state(for_numpy)  # noqa: NPY002
+        random.setstate(for_python)
 
 
 def _global_states() -> tuple[Any, ...]:
     return torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
-
-
-def _restore(states: tuple[Any, ...]) -> None:
-    torch.set_rng_state(states[0])
-    np.random.set_state(states[1])  # noqa: NPY002
-    random.setstate(states[2])

@@ -7,12 +7,14 @@ momentum, damping or trust region, and α̃ = β̃ = 0.01, as in the paper; what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -66,17 +68,6 @@ class Fitted(Protocol):
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Figures about the fit, `[R]` by name."""
-
-
-class FewLabelsMethod(Protocol):
-    """How networks are fitted to a few points."""
-
-    @property
-    def config(self) -> Config:
-        """All settings by name."""
-
-    def fit(self, data: FewPoints, seeds: Sequence[int], config: Config, report: Report) -> Fitted:
-        """Fit one network to each of R sets of points."""
 
 
 @dataclass(frozen=True)
@@ -137,55 +128,44 @@ class PropagatedFit:
         return self.learner.diagnostics()
 
 
-@dataclass(frozen=True)
-class Noisy:
-    """Noisy natural gradient."""
-
-    settings: NoisySettings
-    epochs: int = 5000
-
-    @property
-    def config(self) -> Config:
-        """All settings by name."""
-        shared = {"hidden": _HIDDEN, "epochs": self.epochs, "noise_prior": [6.0, 6.0], "dtype": "float32"}
-        return shared | asdict(self.settings)
-
-    def fit(self, data: FewPoints, seeds: Sequence[int], config: Config, report: Report) -> DrawnFit:
-        """Full batches, so that an epoch is a step."""
-        streams = ReplicaGenerators.of(seeds, data.device)
-        learner = NoisyLearner(
-            Perceptrons((data.x.shape[-1], config["hidden"], 1)),
-            Gaussian(noise_prior=tuple(config["noise_prior"])),
-            NoisySettings(**{name: config[name] for name in asdict(self.settings)}),
-            num_data=data.x.shape[1],
-            generators=streams.start,
-            device=data.device,
-            dtype=getattr(torch, config["dtype"]),
-        )
-        _train(learner, data, streams, config["epochs"], data.x.shape[1], report)
-        return DrawnFit(learner, learner.draws(config["test_samples"], streams.test))
+def _fit_noisy(data: FewPoints, seeds: Sequence[int], config: Config, report: Report) -> DrawnFit:
+    """On full batches, so that an epoch is a step."""
+    streams = ReplicaGenerators.of(seeds, data.device)
+    learner = NoisyLearner(
+        Perceptrons((data.x.shape[-1], config["hidden"], 1)),
+        Gaussian(noise_prior=tuple(config["noise_prior"])),
+        NoisySettings(**{each.name: config[each.name] for each in fields(NoisySettings)}),
+        num_data=data.x.shape[1],
+        generators=streams.start,
+        device=data.device,
+        dtype=getattr(torch, config["dtype"]),
+    )
+    _train(learner, data, streams, config["epochs"], data.x.shape[1], report)
+    return DrawnFit(learner, learner.draws(config["test_samples"], streams.test))
 
 
-@dataclass(frozen=True)
-class ProbabilisticBackpropagation:
-    """PBP, 40 passes over the points."""
+def _fit_pbp(data: FewPoints, seeds: Sequence[int], config: Config, report: Report) -> PropagatedFit:
+    streams = ReplicaGenerators.of(seeds, data.device)
+    sizes = data.x.shape[-1], [config["hidden"]], 1
+    learner = PBP(*sizes, replicas=len(seeds), generators=streams.start, device=data.device, dtype=torch.float64)
+    _train(learner, data, streams, config["epochs"], 1, report)
+    return PropagatedFit(learner)
 
-    config: Config = field(default_factory=lambda: {"hidden": _HIDDEN, "epochs": 40, "dtype": "float64"})
 
-    def fit(self, data: FewPoints, seeds: Sequence[int], config: Config, report: Report) -> PropagatedFit:
-        """One point at a time."""
-        streams = ReplicaGenerators.of(seeds, data.device)
-        learner = PBP(
-            data.x.shape[-1],
-            [config["hidden"]],
-            1,
-            replicas=len(seeds),
-            generators=streams.start,
-            device=data.device,
-            dtype=torch.float64,
-        )
-        _train(learner, data, streams, config["epochs"], 1, report)
-        return PropagatedFit(learner)
+def _train(
+    learner: Learner, data: FewPoints, streams: ReplicaGenerators, epochs: int, batch_size: int, report: Report
+) -> None:
+    x, y = (part.to(device=learner.device, dtype=learner.dtype) for part in (data.x, data.y))
+    train_replicas(
+        learner,
+        x,
+        y,
+        epochs=epochs,
+        batch_size=batch_size,
+        streams=streams,
+        execution=data.execution,
+        on_epoch=lambda epoch: report(epoch / epochs, f"epoch {epoch}"),
+    )
 
 
 @dataclass(frozen=True)
@@ -207,33 +187,34 @@ class HMCFit:
         return {name: torch.tensor([getattr(each, name) for each in self.posteriors]) for name in names}
 
 
-class Hamiltonian:
-    """HMC with the prior, the network and the noise model of the noisy methods."""
+def _fit_hmc(data: FewPoints, seeds: Sequence[int], config: Config, report: Report) -> HMCFit:
+    """All chains of all sets at once; points that are still to come are padding, so that nothing compiles again."""
+    settings = HMCSettings(**{each.name: config[each.name] for each in fields(HMCSettings)})
+    prior = tuple(config["noise_prior"]), config["prior_variance"]
+    sampler = _sampler(data.x.shape[-1], config["hidden"], *prior, settings, data.device)
+    x, y, weight = _padded(data.x, data.y)
+    return HMCFit(sampler.fit(x, y, weight=weight, at=data.at, seeds=seeds, report=report))
 
-    def __init__(self, settings: HMCSettings) -> None:
-        self._settings = settings
-        self._samplers: dict[tuple[int, str], HMC] = {}
 
-    @property
-    def config(self) -> Config:
-        """All settings by name."""
-        return {"hidden": _HIDDEN, "noise_prior": [6.0, 6.0], "prior_variance": 1.0} | asdict(self._settings)
+def _padded(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """With empty points up to the next multiple of ten, and weights that are 0 for them."""
+    missing = -x.shape[1] % 10
+    weight = F.pad(torch.ones(x.shape[:2]), (0, missing))
+    return F.pad(x, (0, 0, 0, missing)), F.pad(y, (0, 0, 0, missing)), weight
 
-    def fit(self, data: FewPoints, seeds: Sequence[int], config: Config, report: Report) -> HMCFit:
-        """All chains of all sets at once; points that are still to come are padding, so that nothing compiles again."""
-        inputs = data.x.shape[-1]
-        kind = inputs, data.device
-        if kind not in self._samplers:
-            self._samplers[kind] = HMC(
-                MLP(inputs, (config["hidden"],), 1),
-                Gaussian(noise_prior=tuple(config["noise_prior"])),
-                prior_variance=config["prior_variance"],
-                settings=HMCSettings(**{name: config[name] for name in asdict(self._settings)}),
-                device=data.device,
-            )
-        x, y, weight = _padded(data.x, data.y)
-        found = self._samplers[kind].fit(x, y, weight=weight, at=data.at, seeds=seeds, report=report)
-        return HMCFit(found)
+
+@lru_cache(maxsize=1)
+def _sampler(
+    inputs: int,
+    hidden: int,
+    noise_prior: tuple[float, float],
+    prior_variance: float,
+    settings: HMCSettings,
+    device: str,
+) -> HMC:
+    """The one that was compiled last, where it can be used again."""
+    network, likelihood = MLP(inputs, (hidden,), 1), Gaussian(noise_prior=noise_prior)
+    return HMC(network, likelihood, prior_variance=prior_variance, settings=settings, device=device)
 
 
 @dataclass(frozen=True)
@@ -254,30 +235,38 @@ class RidgeFit:
         return {}
 
 
-@dataclass(frozen=True)
-class RidgeLeverage:
-    """No network at all: the leverage of a point in ridge regression."""
-
-    config: Config = field(default_factory=lambda: {"ridge": 1.0})
-
-    def fit(self, data: FewPoints, seeds: Sequence[int], config: Config, report: Report) -> RidgeFit:
-        """In closed form."""
-        x, y = _with_constant(data.x), data.y.double()
-        precision = x.mT @ x + config["ridge"] * torch.eye(x.shape[-1], dtype=torch.float64)
-        return RidgeFit(precision, torch.linalg.solve(precision, x.mT @ y))
+def _fit_ridge(data: FewPoints, seeds: Sequence[int], config: Config, report: Report) -> RidgeFit:
+    x, y = _with_constant(data.x), data.y.double()
+    precision = x.mT @ x + config["ridge"] * torch.eye(x.shape[-1], dtype=torch.float64)
+    return RidgeFit(precision, torch.linalg.solve(precision, x.mT @ y))
 
 
 def _with_constant(x: Tensor) -> Tensor:
     return torch.cat([x, torch.ones_like(x[..., :1])], -1).double()
 
 
-def _noisy(**changes: Any) -> Noisy:
-    return Noisy(NoisySettings(fisher_decay=0.99, momentum=0.0, **changes))
+@dataclass(frozen=True)
+class FewLabelsMethod:
+    """All settings by name, and what fits one network with such settings to each of R sets of points."""
+
+    config: Config
+    fit: Callable[[FewPoints, Sequence[int], Config, Report], Fitted]
+
+
+def hamiltonian(settings: HMCSettings) -> FewLabelsMethod:
+    """HMC with the prior, the network and the noise model of the noisy methods."""
+    shared = {"hidden": _HIDDEN, "noise_prior": [6.0, 6.0], "prior_variance": 1.0}
+    return FewLabelsMethod(shared | asdict(settings), _fit_hmc)
+
+
+def _noisy(**changes: Any) -> FewLabelsMethod:
+    shared = {"hidden": _HIDDEN, "epochs": 5000, "noise_prior": [6.0, 6.0], "dtype": "float32"}
+    return FewLabelsMethod(shared | asdict(NoisySettings(fisher_decay=0.99, momentum=0.0, **changes)), _fit_noisy)
 
 
 METHODS: dict[str, FewLabelsMethod] = {
-    "HMC": Hamiltonian(HMCSettings()),
-    "PBP": ProbabilisticBackpropagation(),
+    "HMC": hamiltonian(HMCSettings()),
+    "PBP": FewLabelsMethod({"hidden": _HIDDEN, "epochs": 40, "dtype": "float64"}, _fit_pbp),
     "NNG-FFG": _noisy(family="diagonal"),
     "NNG-MVG": _noisy(family="kronecker"),
     "NNG-BlkTri": _noisy(family="tridiagonal", factor_every=20),
@@ -285,41 +274,6 @@ METHODS: dict[str, FewLabelsMethod] = {
     "NNG-MVG/exact": _noisy(family="kronecker", damping_mode="exact", factor_every=20),
     "NNG-MVG/lambda=1.4": _noisy(family="kronecker", kl_weight=1.4),
     "NNG-BlkTri/lambda=1.4": _noisy(family="tridiagonal", factor_every=20, kl_weight=1.4),
-    "ridge": RidgeLeverage(),
+    # No network at all: the leverage of a point in ridge regression.
+    "ridge": FewLabelsMethod({"ridge": 1.0}, _fit_ridge),
 }
-
-
-def _train(
-    learner: Learner, data: FewPoints, streams: ReplicaGenerators, epochs: int, batch_size: int, report: Report
-) -> None:
-    x, y = (part.to(device=learner.device, dtype=learner.dtype) for part in (data.x, data.y))
-    every = max(1, epochs // 100)
-
-    def on_epoch(epoch: int) -> None:
-        if epoch % every == 0:
-            report(epoch / epochs, f"epoch {epoch}")
-
-    train_replicas(
-        learner,
-        x,
-        y,
-        epochs=epochs,
-        batch_size=batch_size,
-        streams=streams,
-        execution=data.execution,
-        on_epoch=on_epoch,
-    )
-
-
-_STEP = 10
-
-
-def _padded(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """With empty points up to the next multiple of ten, and weights that are 0 for them."""
-    count = x.shape[1]
-    missing = -count % _STEP
-    weight = torch.ones(x.shape[:2])
-    if missing:
-        x, y = (torch.cat([part, part.new_zeros(part.shape[0], missing, part.shape[2])], 1) for part in (x, y))
-        weight = torch.cat([weight, weight.new_zeros(len(weight), missing)], 1)
-    return x, y, weight

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from noisygrad.kernels.threads import one_thread
 from noisygrad.replicas.engine import Execution
 from noisygrad_paper.data import load_table, standardised
-from noisygrad_paper.experiments.cells import Cell, Job, Report
-from noisygrad_paper.experiments.devices import device_name
-from noisygrad_paper.experiments.few_labels import DATA, METHODS, FewPoints, trial
+from noisygrad_paper.experiments.cells import Cell, Job, Report, device_name
+from noisygrad_paper.experiments.few_labels import METHODS, FewPoints, trial
 
 EXPERIMENT = "hmc-correlation"
 TRIALS = 10
@@ -29,8 +28,6 @@ _ONCE = ("HMC", "ridge")
 _DIGITS = 6
 
 TRUTH = "HMC"
-
-__all__ = ["DATA", "EXPERIMENT", "TRIALS", "compare", "plan", "run_job"]
 
 
 def plan(
@@ -102,8 +99,7 @@ def compare(cells: Iterable[Cell]) -> list[Cell]:
     variance over HMC's), means over the seeds, and the `rhat` of HMC's chains. A trial without HMC is left out.
     """
     cells = list(cells)
-    right = [cell for cell in cells if cell.method == TRUTH and not cell.error]
-    truth = {(cell.data, cell.replicate): cell for cell in right}
+    truth = {(cell.data, cell.replicate): cell for cell in cells if cell.method == TRUTH and not cell.error}
     found = []
     for cell in cells:
         known = truth.get((cell.data, cell.replicate))

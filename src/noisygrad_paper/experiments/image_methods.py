@@ -6,7 +6,7 @@ A configuration is a suffix of the method: `noisy-K-FAC/D+B` is trained with aug
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,10 +35,6 @@ _GIVEN = ("lr", "kl_weight", "damping", "momentum", "noise", *_FISHER)
 """Settings that an optimiser is given under their own names."""
 
 
-class UnknownImageMethodError(ValueError):
-    """A method or a configuration that does not exist; the message lists those that do."""
-
-
 def settings(method: str, configuration: str) -> Config:
     """What a method is set to unless a data set has choices of its own; λ, η and c₀ depend on the configuration.
 
@@ -47,9 +43,9 @@ def settings(method: str, configuration: str) -> Config:
     nothing is learned (`docs/reproduce-classification.md`).
     """
     if method not in METHODS:
-        raise UnknownImageMethodError(f"there is no method {method!r}; the methods are {', '.join(METHODS)}")
+        raise ValueError(f"there is no method {method!r}; the methods are {', '.join(METHODS)}")
     if configuration not in CONFIGURATIONS:
-        raise UnknownImageMethodError(
+        raise ValueError(
             f"there is no configuration {configuration!r}; the configurations are {', '.join(CONFIGURATIONS)}"
         )
     kl_weight, prior_variance, clip = _CIFAR_PRIOR[configuration]
@@ -68,6 +64,56 @@ def settings(method: str, configuration: str) -> Config:
         return natural
     point = natural | {"noise": False, "test_samples": 1}
     return point if method == "K-FAC+WD" else point | {"prior_variance": None}
+
+
+@dataclass(frozen=True)
+class ImageProblem:
+    """What depends on the data set: the network, how long it is trained, what an augmented image is, other settings."""
+
+    network: str
+    epochs: int
+    batch_size: int
+    padding: int
+    flip: bool
+    settings: dict[str, Config] = field(default_factory=dict)
+    """By method, in place of its usual ones (`settings`)."""
+    choices: dict[tuple[str, str], Config] = field(default_factory=dict)
+    """By method and configuration, in place of those."""
+
+
+_SHORT: dict[str, Config] = {
+    "SGD": {"lr": 0.05},
+    "BBB": {"lr": 1e-3, "initial_std": 0.01},
+    **{method: {"fisher_start": "forgotten"} for method in ("K-FAC", "K-FAC+WD", "noisy-Adam", "noisy-K-FAC")},
+}
+"""A shallow network bears larger steps, and a short training would end before the Fisher's start has faded."""
+_CHOSEN: dict[tuple[str, str], Config] = {
+    ("SGD", "plain"): {"weight_decay": 1e-3},
+    ("SGD", "B"): {"lr": 0.05},
+    ("BBB", "plain"): {"kl_weight": 1.0},
+    ("BBB", "D"): {"kl_weight": 0.2, "prior_variance": 0.03},
+    ("BBB", "B"): {"kl_weight": 1.0},
+    ("BBB", "D+B"): {"kl_weight": 0.2},
+    ("K-FAC", "plain"): {"lr_drops": [0.5, 0.75]},
+    ("K-FAC+WD", "plain"): {"prior_variance": 0.03},
+    ("K-FAC+WD", "D"): {"prior_variance": 0.03},
+    ("noisy-K-FAC", "plain"): {"prior_variance": 0.03},
+    ("noisy-K-FAC", "D"): {"prior_variance": 0.03},
+}
+"""On CIFAR-10. `docs/reproduce-classification.md` says which were tried on held-out images and which were not."""
+PROBLEMS = {
+    "cifar10": ImageProblem(
+        "VGG16",
+        epochs=150,
+        batch_size=128,
+        padding=4,
+        flip=True,
+        settings={"noisy-Adam": {"lr_drops": [0.5, 0.75]}},
+        choices=_CHOSEN,
+    ),
+    "mnist": ImageProblem("ConvNet", epochs=3, batch_size=128, padding=2, flip=False, settings=_SHORT),
+    "digits": ImageProblem("ConvNet", epochs=30, batch_size=32, padding=1, flip=False, settings=_SHORT),
+}
 
 
 def optional(method: str) -> Config:
@@ -146,11 +192,25 @@ def make_trainer(
             outputs = model(inputs)
         return outputs.float(), labels
 
-    task = _Task(config, model, closure, prepare, num_data, seed)
+    network: nn.Module = getattr(model, "module", model)  # without what several processes wrap it in
     if method == "SGD":
-        return _sgd(task)
+        own = {name: config[name] for name in ("lr", "momentum", "weight_decay")}
+        sgd = torch.optim.SGD(model.parameters(), **own)
+
+        def move() -> Tensor:
+            loss = F.cross_entropy(*closure())
+            loss.backward()
+            sgd.step()
+            sgd.zero_grad()
+            return loss.detach()
+
+        step = _replayed(sgd, network, prepare, move)
+        return Trainer(sgd, step, lambda: _point(network, Categorical(), num_data))
     if method == "BBB":
-        return _bbb(task)
+        own = {name: config[name] for name in ("lr", "kl_weight", "prior_variance", "initial_std")}
+        bbb = BayesByBackprop(network, Categorical(), num_data=num_data, seed=seed, **own)
+        step = _replayed(bbb, network, prepare, lambda: bbb.step(closure), bbb.generator)
+        return Trainer(bbb, step, bbb.posterior)
     kind = NoisyAdam if method == "noisy-Adam" else NoisyKFAC
     start, decay = config["kl_clip"], config["kl_clip_decay"]
     given = {name: config[name] for name in _GIVEN}
@@ -168,58 +228,21 @@ def make_trainer(
     return Trainer(optimizer, CapturedStep(optimizer, closure, prepare), optimizer.posterior)
 
 
-@dataclass(frozen=True)
-class _Task:
-    """What the methods that are not ours are made from."""
-
-    config: Config
-    model: nn.Module
-    closure: Callable[[], tuple[Tensor, Tensor]]
-    prepare: Callable[[], None]
-    num_data: int
-    seed: int
-
-    @property
-    def network(self) -> nn.Module:
-        """The model without what several processes wrap it in."""
-        inner: nn.Module = getattr(self.model, "module", self.model)
-        return inner
-
-
-def _sgd(task: _Task) -> Trainer:
-    given = {name: task.config[name] for name in ("lr", "momentum", "weight_decay")}
-    optimizer = torch.optim.SGD(task.model.parameters(), **given)
-
-    def move() -> Tensor:
-        loss = F.cross_entropy(*task.closure())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    step = _replayed(optimizer, task, move)
-    return Trainer(optimizer, step, lambda: _point(task.network, Categorical(), task.num_data))
-
-
-def _bbb(task: _Task) -> Trainer:
-    given = {name: task.config[name] for name in ("lr", "kl_weight", "prior_variance", "initial_std")}
-    optimizer = BayesByBackprop(task.network, Categorical(), num_data=task.num_data, seed=task.seed, **given)
-    step = _replayed(optimizer, task, lambda: optimizer.step(task.closure), optimizer.generator)
-    return Trainer(optimizer, step, optimizer.posterior)
-
-
 def _replayed(
-    optimizer: torch.optim.Optimizer, task: _Task, move: Callable[[], Tensor], *generators: torch.Generator
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    prepare: Callable[[], None],
+    move: Callable[[], Tensor],
+    *generators: torch.Generator,
 ) -> Callable[[], Tensor]:
     """A step that is replayed on a GPU, and recorded anew when its learning rate or the model's mode changes."""
-    model = task.network
     device = next(model.parameters()).device
     # The messages between processes are not recorded.
     replays = GraphCache(device if processes().size == 1 else torch.device("cpu"), generators)
     loss = torch.zeros((), device=device)
 
     def work() -> None:
-        task.prepare()
+        prepare()
         loss.copy_(move())
 
     def step() -> Tensor:

@@ -29,10 +29,6 @@ _MOST_WEIGHTS = 1000
 """What a full covariance can have of a table of one's own."""
 
 
-class UnknownMethodError(ValueError):
-    """A method that does not exist; the message lists those that do."""
-
-
 @dataclass(frozen=True)
 class Problem:
     """What the settings of a method may depend on."""
@@ -84,6 +80,16 @@ def _made(kind: Callable[..., Learner], settings: type[NoisySettings] | type[BBB
     return learner
 
 
+def _propagating(kind: Callable[..., Learner], *names: str) -> Make:
+    """Makes a PBP of this kind, in float64, with the settings of these names."""
+
+    def learner(config: Config, data: Standardised, generators: Sequence[torch.Generator], device: str) -> Learner:
+        sizes, own = (data.x_train.shape[-1], config["hidden"], data.y_train.shape[-1]), {n: config[n] for n in names}
+        return kind(*sizes, replicas=len(generators), generators=generators, device=device, **own)
+
+    return learner
+
+
 def _noisy(
     noise_prior: Sequence[float] | None = (6.0, 6.0),
     cost: float = 1.0,
@@ -123,11 +129,7 @@ def _pbp() -> Method:
         ones = {"ones": [11]} if problem.name == "naval" else {}
         return _common(problem) | own | ones
 
-    def learner(config: Config, data: Standardised, generators: Sequence[torch.Generator], device: str) -> Learner:
-        sizes, count = (data.x_train.shape[-1], config["hidden"], data.y_train.shape[-1]), len(generators)
-        return PBP(*sizes, replicas=count, generators=generators, device=device, dtype=torch.float64)
-
-    return Method(config, learner, cost=0.5)
+    return Method(config, _propagating(PBP), cost=0.5)
 
 
 def _pbp_mv() -> Method:
@@ -143,19 +145,7 @@ def _pbp_mv() -> Method:
         own = {"epochs": epochs, "batch_size": 1, "anneal": "cosine", "test_samples": 1, "dtype": "float64"}
         return _common(problem) | own | {"reflections": 2, "rotation_lr": rotation_lr.get(problem.name, 1e-3)}
 
-    def learner(config: Config, data: Standardised, generators: Sequence[torch.Generator], device: str) -> Learner:
-        return PBPMV(
-            data.x_train.shape[-1],
-            config["hidden"],
-            data.y_train.shape[-1],
-            replicas=len(generators),
-            generators=generators,
-            reflections=config["reflections"],
-            rotation_lr=config["rotation_lr"],
-            device=device,
-        )
-
-    return Method(config, learner, cost=1.0)
+    return Method(config, _propagating(PBPMV, "reflections", "rotation_lr"))
 
 
 def _vmg() -> Method:
@@ -213,7 +203,7 @@ METHODS["NNG-MVG/optimizer"] = replace(METHODS["NNG-MVG"], learner=_made(Optimiz
 
 
 def find_method(name: str) -> Method:
-    """The method of that name; raises UnknownMethodError."""
+    """The method of that name; raises ValueError, which lists those there are."""
     if name not in METHODS:
-        raise UnknownMethodError(f"there is no method {name!r}; the methods are {', '.join(METHODS)}")
+        raise ValueError(f"there is no method {name!r}; the methods are {', '.join(METHODS)}")
     return METHODS[name]

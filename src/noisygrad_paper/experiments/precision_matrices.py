@@ -22,13 +22,13 @@ from torch import Tensor
 from noisygrad.archive import write_atomically
 from noisygrad.kernels.threads import one_thread
 from noisygrad.likelihoods import Gaussian
+from noisygrad.optim.options import positive
 from noisygrad.replicas.engine import Execution, ReplicaGenerators, train_replicas
 from noisygrad.replicas.noisy import NoisyLearner, NoisySettings
 from noisygrad.replicas.perceptrons import Perceptrons
 from noisygrad.versions import versions
 from noisygrad_paper.data import Standardised, load_table, standardised
-from noisygrad_paper.experiments.cells import ConfigurationError, ResultsError, difference
-from noisygrad_paper.experiments.devices import device_name
+from noisygrad_paper.experiments.cells import ConfigurationError, ResultsError, device_name, difference
 from noisygrad_paper.experiments.regression import annealing
 
 EXPERIMENT = "precision-matrices"
@@ -65,8 +65,7 @@ class PrecisionConfig:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "anneal"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive; got {getattr(self, name)!r}")
+            positive(name, getattr(self, name))
         if not self.hidden or min(self.hidden) < 1:
             raise ValueError(f"hidden has the sizes of the hidden layers, each at least 1; got {self.hidden}")
 

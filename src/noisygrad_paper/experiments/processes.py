@@ -21,14 +21,12 @@ _PATIENCE = timedelta(minutes=10)
 @contextmanager
 def join_processes(device: str) -> Iterator[Processes]:
     """Inside, the processes that `torchrun` has started work together; without it there is this one alone."""
-    together = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
-    if together:
-        if device.startswith("cuda"):
-            _take_own_gpu(device, int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=_PATIENCE)
-    if not together:
+    if int(os.environ.get("WORLD_SIZE", "1")) <= 1 or dist.is_initialized():
         yield processes()
         return
+    if device.startswith("cuda"):
+        _take_own_gpu(device, int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=_PATIENCE)
     interrupted = True
     try:
         yield processes()

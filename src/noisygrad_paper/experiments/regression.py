@@ -23,9 +23,8 @@ from noisygrad.replicas.learner import Learner
 from noisygrad.replicas.variational import VariationalLearner
 from noisygrad_paper.data import DataTable, Split, Standardised, load_table, splits_of, standard_splits, standardised
 from noisygrad_paper.data.own_csv import read_csv_table
-from noisygrad_paper.experiments.cells import Cell, Job, Report
+from noisygrad_paper.experiments.cells import Cell, Job, Report, device_name
 from noisygrad_paper.experiments.changes import check_changes, named_after
-from noisygrad_paper.experiments.devices import device_name
 from noisygrad_paper.experiments.methods import Problem, find_method
 
 EXPERIMENT = "regression"
@@ -128,12 +127,6 @@ def fit(
     streams = ReplicaGenerators.of([config["seed"] * 1000 + replicate for replicate in job.replicates], device)
     learner = find_method(job.method.partition(" ")[0]).learner(config, data, streams.start, device)
     x, y = (tensor_for(learner, array) for array in (data.x_train, data.y_train))
-    every = max(1, epochs // 200)
-
-    def on_epoch(epoch: int) -> None:
-        if epoch % every == 0:
-            report(epoch / epochs, f"epoch {epoch} of {epochs}")
-
     train_replicas(
         learner,
         x,
@@ -143,7 +136,7 @@ def fit(
         streams=streams,
         anneal=partial(annealing, epochs=epochs, factor=config["anneal"]),
         execution=execution,
-        on_epoch=on_epoch,
+        on_epoch=lambda epoch: report(epoch / epochs, f"epoch {epoch} of {epochs}"),
     )
     return learner, streams
 

@@ -29,7 +29,7 @@ Backend: TypeAlias = Literal["local", "joblib", "dask"]
 _CONNECT_SECONDS = 10
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Failure:
     """A job that failed: none of its cells is stored."""
 
@@ -86,21 +86,21 @@ def run_jobs(
         if stored:
             display.say(f"{stored} of {total} cells are already in {results.path}")
         if backend == "local" or not left:
-            outcomes = _one_by_one(work, left, results.experiment, display)
+            outcomes = (_attempt(work, job, results.experiment, partial(display.within, job)) for job in left)
         elif scheduler is None:
             outcomes = _in_processes(work, left, results.experiment, workers, display)
         else:
             outcomes = _on_cluster(work, left, results.experiment, scheduler)
         try:
             with closing(outcomes):
-                for outcome in outcomes:
-                    if outcome.failure is not None:
-                        failures.append(outcome.failure)
-                        display.say(f"failed: {outcome.failure}")
+                for job, outcome in outcomes:
+                    if isinstance(outcome, Failure):
+                        failures.append(outcome)
+                        display.say(f"failed: {outcome}")
                     else:
-                        results.append(outcome.cells)
-                        on_stored(outcome.job)
-                    display.finished(outcome.job, outcome.cells)
+                        results.append(outcome)
+                        on_stored(job)
+                    display.finished(job, () if isinstance(outcome, Failure) else outcome)
         except KeyboardInterrupt:
             kept = total - sum(len(job.replicates) for job in results.missing(jobs))
             display.say(f"Interrupted: {kept} of {total} cells are in {results.path}; the same command goes on.")
@@ -128,41 +128,26 @@ def _check(jobs: Sequence[Job], backend: str, workers: int, scheduler: str | Non
         raise ValueError(f"a plan has each cell once; more than once are {', '.join(twice)}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Outcome:
-    job: Job
-    cells: tuple[Cell, ...] = ()
-    failure: Failure | None = None
-
-
+_Outcome: TypeAlias = tuple[Job, list[Cell] | Failure]
 _Outcomes: TypeAlias = Generator[_Outcome, None, None]
-
-
-def _failed(job: Job, error: str, trace: str = "") -> _Outcome:
-    return _Outcome(job=job, failure=Failure(job=job, error=error, trace=trace))
 
 
 def _attempt(work: Work, job: Job, experiment: str, report: Report) -> _Outcome:
     try:
-        cells = tuple(work(job, report))
+        cells = work(job, report)
         wanted = [(job.data, job.method, number) for number in sorted(job.replicates)]
         given = sorted(cell.key for cell in cells)
         if given != wanted or any((cell.experiment, cell.config) != (experiment, job.config) for cell in cells):
             raise ValueError(f"the work must give the cells {wanted} of {experiment} with its config; got {cells}")
     except Exception as error:
-        return _failed(job, f"{type(error).__name__}: {error}", traceback.format_exc())
-    return _Outcome(job=job, cells=cells)
+        return job, Failure(job, f"{type(error).__name__}: {error}", traceback.format_exc())
+    return job, cells
 
 
 def _attempt_elsewhere(work: Work, job: Job, experiment: str, notes: str | None, number: int) -> tuple[int, _Outcome]:
     """In another process: with one thread, since there are several such processes, and notes on how far it is."""
     with one_thread():
         return number, _attempt(work, job, experiment, ProgressFile(notes, number))
-
-
-def _one_by_one(work: Work, jobs: Sequence[Job], experiment: str, display: Display) -> _Outcomes:
-    for job in jobs:
-        yield _attempt(work, job, experiment, partial(display.within, job))
 
 
 def _in_processes(work: Work, jobs: Sequence[Job], experiment: str, workers: int, display: Display) -> _Outcomes:
@@ -181,7 +166,7 @@ def _in_processes(work: Work, jobs: Sequence[Job], experiment: str, workers: int
                 # Two, though one is needed: joblib computes in this process where one is asked for.
                 yield from _stream(work, iter([(number, job)]), {}, experiment, notes, n_jobs=2, backend="loky")
             except BrokenProcessPool as error:
-                yield _failed(job, f"its process died, perhaps out of memory ({type(error).__name__})", str(error))
+                yield job, Failure(job, f"its process died, perhaps out of memory ({type(error).__name__})", str(error))
 
 
 def _on_cluster(work: Work, jobs: Sequence[Job], experiment: str, scheduler: str) -> _Outcomes:
@@ -192,7 +177,7 @@ def _on_cluster(work: Work, jobs: Sequence[Job], experiment: str, scheduler: str
         except Exception as error:
             # A job's own errors come back as outcomes, and so do those of lost workers: this is the cluster's end.
             for _, job in [*sent.items(), *waiting]:
-                yield _failed(job, f"the cluster at {scheduler} was lost ({type(error).__name__})", str(error))
+                yield job, Failure(job, f"the cluster at {scheduler} was lost ({type(error).__name__})", str(error))
 
 
 def _stream(
@@ -253,7 +238,8 @@ def _dask_backend(client: Any) -> Any:
             def told(future: Any) -> None:
                 if error := future.exception():
                     _, (_, job, _, _, number), _ = func.items[0]
-                    callback([(number, _failed(job, f"its workers were lost, perhaps out of memory: {error}"))])
+                    failure = Failure(job, f"its workers were lost, perhaps out of memory: {error}")
+                    callback([(number, (job, failure))])
 
             future = super().submit(func, callback)
             future.add_done_callback(told)

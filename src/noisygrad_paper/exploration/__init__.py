@@ -10,12 +10,4 @@ from noisygrad_paper.exploration.models import MODELS
 from noisygrad_paper.exploration.recorder import Recorder
 from noisygrad_paper.exploration.trpo import LinearBaselineTRPO, paper_trpo
 
-__all__ = [
-    "LinearBaselineTRPO",
-    "LinearFeatureBaseline",
-    "MODELS",
-    "NoBonus",
-    "Recorder",
-    "SquaredNorm",
-    "paper_trpo",
-]
+__all__ = ["LinearBaselineTRPO", "LinearFeatureBaseline", "MODELS", "NoBonus", "Recorder", "SquaredNorm", "paper_trpo"]

@@ -18,7 +18,7 @@ class Recorder(VecEnvWrapper):
     def __init__(self, venv: VecEnv) -> None:
         super().__init__(venv)
         require_box(venv.observation_space, venv.action_space)
-        self._actions: Array | None = None
+        self._actions: Array = np.empty(0, dtype=np.float32)
         self._tape = Tape(self.num_envs)
 
     def discard(self) -> None:
@@ -40,8 +40,6 @@ class Recorder(VecEnvWrapper):
         """The results, as the environment gives them; ValueError where an observation or a reward is not finite."""
         given, rewards, dones, infos = self.venv.step_wait()
         observations = cast(Array, given)
-        if self._actions is None:
-            raise RuntimeError("call step_async() before step_wait()")
         self._tape.add(self._actions, observations, rewards, dones, infos)
         return observations, rewards, dones, infos
 

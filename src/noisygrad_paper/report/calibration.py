@@ -168,8 +168,7 @@ def reliability_of(cell: Cell) -> ReliabilityBins:
 
 def add_corruption(page: ReportPage, study: Study, data: str, topic: str) -> None:
     """Accuracy and ECE against the strength of three corruptions; nothing where no cell has them."""
-    figures = {configuration: corruption_panels(study, data, configuration) for configuration in CONFIGURATIONS}
-    figures = {configuration: panels for configuration, panels in figures.items() if panels}
+    figures = {name: panels for name in CONFIGURATIONS if (panels := corruption_panels(study, data, name))}
     if not figures:
         return
     page.section(f"{topic}: corrupted images")

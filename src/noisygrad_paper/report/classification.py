@@ -19,16 +19,15 @@ from noisygrad_paper.report.calibration import (
 )
 from noisygrad_paper.report.comparison import ACCURACY, ACCURACY_OF_MANY, Metric, signed
 from noisygrad_paper.report.comparison_table import ComparisonTable, Entry
-from noisygrad_paper.report.entries import entry
 from noisygrad_paper.report.figures import Curve, Panel, View, curve_panels
 from noisygrad_paper.report.image_aims import ORDER, add_shortfalls, standings
 from noisygrad_paper.report.page import ReportPage
-from noisygrad_paper.report.provenance import add_environment, add_settings, wall_time_table
-from noisygrad_paper.report.study import Study
+from noisygrad_paper.report.provenance import add_provenance, wall_time_table
+from noisygrad_paper.report.study import Study, entry
 
 _DATA = paper.TABLE_2_DATA
 _LEARNED_NORM = "learned-norm"
-_TITLES = {"mnist": "MNIST", "digits": "Digits"}
+_TITLES = {_DATA: "CIFAR-10", "mnist": "MNIST", "digits": "Digits"}
 _LOGITS = Metric(key="accuracy_of_mean_logits", title="accuracy of the mean logits", better="highest")
 _WEIGHTS = Metric(key="accuracy_of_mean_weights", title="accuracy of the mean weights", better="highest")
 _OWN_NORM = Metric(key="accuracy_own_norm", title="accuracy with each draw's own batch statistics", better="highest")
@@ -259,15 +258,11 @@ def step_table(study: Study) -> Table | None:
 
 def _provenance(page: ReportPage, study: Study) -> None:
     page.section("How classification was made")
-    own = Study([cell for cell in study.cells if cell.data == _DATA], ORDER)
-    others = Study([cell for cell in study.cells if cell.data != _DATA], ORDER)
-    if own.cells:
-        caption = "Wall time on CIFAR-10, all seeds together; trainings that ran side by side shared a device"
-        page.table(wall_time_table(own, caption, corner="method", place=lambda cell: parts(cell.method)))
-    for data in others.data:
-        alone = Study([cell for cell in others.cells if cell.data == data], ORDER)
+    for data in sorted(study.data, key=lambda name: name != _DATA):
+        alone = Study([cell for cell in study.cells if cell.data == data], ORDER)
         caption = f"Wall time on {_TITLES.get(data, data)}, all seeds together"
+        if data == _DATA:
+            caption += "; trainings that ran side by side shared a device"
         page.table(wall_time_table(alone, caption, corner="method", place=lambda cell: parts(cell.method)))
     page.table(step_table(study))
-    add_settings(page, study, _settings_group)
-    add_environment(page, study)
+    add_provenance(page, study, _settings_group)

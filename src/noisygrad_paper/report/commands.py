@@ -16,11 +16,11 @@ def report(
     ] = Path("noisygrad-report.html"),
 ) -> None:
     """One HTML page from the results: our tables and figures beside the paper's. It needs no network."""
-    from noisygrad_paper.report.site import write_report
+    from noisygrad_paper.report.site import build_report
 
     try:
         with interruptible(output):
-            write_report(results, output)
+            build_report(results).write(output)
     except (FileNotFoundError, ValueError) as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from None

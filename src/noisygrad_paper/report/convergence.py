@@ -5,11 +5,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from noisygrad.pages.tables import Column, Table
-from noisygrad_paper.experiments.cells import Cell, Results
+from noisygrad_paper.experiments.cells import Results
 from noisygrad_paper.report.figures import Curve, training_curves
 from noisygrad_paper.report.page import ReportPage
-from noisygrad_paper.report.provenance import add_environment, add_failures, add_settings
-from noisygrad_paper.report.study import Study
+from noisygrad_paper.report.provenance import add_failures, add_provenance
+from noisygrad_paper.report.study import Study, list_of
 
 _REFERENCE = "BBB"
 _EXACT = "NNG-MVG/exact-damping"
@@ -54,8 +54,7 @@ def sections(results: Path, page: ReportPage) -> None:
     if tuning.cells:
         page.table(tuning_table(tuning))
     add_failures(page, study, "split")
-    add_settings(page, study)
-    add_environment(page, study)
+    add_provenance(page, study)
 
 
 def convergence_table(study: Study) -> Table:
@@ -129,18 +128,10 @@ def _curves(study: Study, data: str) -> dict[str, dict[int, Curve]]:
     """The trainings on one data set by method and replicate; those that failed are left out."""
     found: dict[str, dict[int, Curve]] = {}
     for method in study.methods:
-        for cell in study.of(method, data):
-            if cell.error is None:
-                curve = Curve(_list(cell, "iterations"), _list(cell, "elbo"))
-                found.setdefault(method, {})[cell.replicate] = curve
+        for cell in study.finished(method, data):
+            curve = Curve(list_of(cell, "iterations"), list_of(cell, "elbo"))
+            found.setdefault(method, {})[cell.replicate] = curve
     return found
-
-
-def _list(cell: Cell, name: str) -> list[float]:
-    values = cell.metrics.get(name)
-    if not isinstance(values, list):
-        raise ValueError(f"{cell.label}: a list {name!r} was expected among the metrics; got {values!r}")
-    return values
 
 
 def _final(curves: dict[int, Curve]) -> float:
@@ -157,5 +148,5 @@ def _together(curves: dict[int, Curve], numbers: Iterable[int]) -> Curve:
 
 
 def _step_size(study: Study, method: str, data: str) -> str:
-    sizes = dict.fromkeys(cell.metrics.get("lr") for cell in study.of(method, data) if cell.error is None)
+    sizes = dict.fromkeys(cell.metrics.get("lr") for cell in study.finished(method, data))
     return ", ".join("–" if size is None else f"{size:g}" for size in sizes)

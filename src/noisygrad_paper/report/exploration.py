@@ -15,8 +15,8 @@ from noisygrad_paper.experiments import exploration_conditions as conditions
 from noisygrad_paper.experiments.cells import Cell, Results
 from noisygrad_paper.report.figures import quartile_panels
 from noisygrad_paper.report.page import ReportPage
-from noisygrad_paper.report.provenance import add_environment, add_failures, add_gaps, add_settings, wall_time_table
-from noisygrad_paper.report.study import Study
+from noisygrad_paper.report.provenance import add_failures, add_gaps, add_provenance, wall_time_table
+from noisygrad_paper.report.study import Study, list_of
 
 Array = NDArray[np.float64]
 
@@ -45,14 +45,14 @@ def exploration_study(cells: Sequence[Cell]) -> Study:
 
 def curves(study: Study, method: str, task: str) -> dict[int, list[float]]:
     """Returns by iteration, for each seed that was finished; as many as every run of the task has."""
-    cells = [cell for cell in study.of(method, task) if cell.error is None]
+    cells = sorted(study.finished(method, task), key=lambda cell: cell.replicate)
     shared = min(_lengths(study, task), default=0)
-    return {cell.replicate: _returns(cell)[:shared] for cell in sorted(cells, key=lambda cell: cell.replicate)}
+    return {cell.replicate: list_of(cell, "returns")[:shared] for cell in cells}
 
 
 def _lengths(study: Study, task: str) -> set[int]:
     """The numbers of iterations that finished runs of a task have."""
-    return {len(_returns(cell)) for cell in study.cells if cell.data == task and cell.error is None}
+    return {len(list_of(cell, "returns")) for method in study.methods for cell in study.finished(method, task)}
 
 
 def median_area(study: Study, method: str, task: str) -> float | None:
@@ -122,7 +122,7 @@ def error_table(study: Study, methods: Sequence[str], tasks: Sequence[str]) -> T
     rows: list[dict[str, Value]] = []
     for task in tasks:
         for method in methods:
-            cells = [cell for cell in study.of(method, task) if cell.error is None and "model_error" in cell.metrics]
+            cells = study.finished(method, task)
             model, persistence = (_ends(cells, name) for name in ("model_error", "persistence_error"))
             if model is not None and persistence is not None:
                 figures: dict[str, Value] = {"model": model, "persistence": persistence, "ratio": model / persistence}
@@ -148,8 +148,7 @@ def time_table(study: Study, methods: Sequence[str], tasks: Sequence[str]) -> Ta
     rows: list[dict[str, Value]] = []
     for task in tasks:
         for method in methods:
-            cells = [cell for cell in study.of(method, task) if cell.error is None]
-            if cells:
+            if cells := study.finished(method, task):
                 parts = {part: _mean(cells, f"seconds_{part}") for part in conditions.PARTS}
                 rows.append({"task": task, "method": method, **parts, "all": sum(parts.values())})
     columns = (*_WHICH, *(Column(key=part, header=part, unit="s", digits=3) for part in (*conditions.PARTS, "all")))
@@ -206,8 +205,7 @@ def sections(results: Path, page: ReportPage) -> None:
     add_gaps(page, gaps(study, tasks))
     add_failures(page, study, "seed")
     page.table(wall_time_table(study, "Wall time of the jobs, some of which shared a processor", corner="task"))
-    add_settings(page, study)
-    add_environment(page, study)
+    add_provenance(page, study)
 
 
 def returns_figure(study: Study) -> Figure:
@@ -229,21 +227,13 @@ def gaps(study: Study, tasks: Sequence[str]) -> list[str]:
 
 
 def _tiles(study: Study, tasks: Sequence[str]) -> dict[str, str]:
-    areas = {
-        (method, task): median_area(study, method, task)
-        for method in (conditions.ALONE, conditions.MVG, conditions.BBB)
-        for task in tasks
-    }
-    whole = [
-        task
-        for task in tasks
-        if all(areas[method, task] is not None for method in (conditions.ALONE, conditions.MVG, conditions.BBB))
-    ]
+    areas = {task: {method: median_area(study, method, task) for method in conditions.COMPARED} for task in tasks}
+    whole = [task for task in tasks if None not in areas[task].values()]
 
-    def above(first: str, second: str) -> list[str]:
-        return [task for task in whole if (areas[first, task] or 0.0) > (areas[second, task] or 0.0)]
+    def above(first: str, second: str) -> set[str]:
+        return {task for task in whole if (areas[task][first] or 0.0) > (areas[task][second] or 0.0)}
 
-    both = set(above(conditions.MVG, conditions.ALONE)) & set(above(conditions.BBB, conditions.ALONE))
+    both = above(conditions.MVG, conditions.ALONE) & above(conditions.BBB, conditions.ALONE)
     tiles = {
         "tasks where both bonuses are above TRPO alone": f"{len(both)} of {len(whole)}",
         "tasks where NNG-MVG is above BBB": f"{len(above(conditions.MVG, conditions.BBB))} of {len(whole)}",
@@ -257,29 +247,18 @@ def _tiles(study: Study, tasks: Sequence[str]) -> dict[str, str]:
 
 def _panels(study: Study, tasks: Sequence[str]) -> dict[str, dict[str, list[list[float]]]]:
     """A row of panels with our settings; with the released ones, and the paper's gain, where there are runs of them."""
+    controls, models = (conditions.ALONE, conditions.NORM), (conditions.BBB, conditions.FFG, conditions.MVG)
     rows = {
-        "": (conditions.ALONE, conditions.NORM, conditions.BBB, conditions.FFG, conditions.MVG),
-        ", as released": (
-            conditions.ALONE,
-            conditions.NORM,
-            conditions.BBB + conditions.RELEASED,
-            conditions.FFG + conditions.RELEASED,
-            conditions.MVG + conditions.RELEASED,
-        ),
-        ", the paper's gain": (
-            conditions.ALONE,
-            conditions.NORM,
-            conditions.MVG,
-            conditions.MVG + conditions.BLOCKWISE,
-        ),
+        "": (*controls, *models),
+        ", as released": (*controls, *(model + conditions.RELEASED for model in models)),
+        ", the paper's gain": (*controls, conditions.MVG, conditions.MVG + conditions.BLOCKWISE),
     }
-    usual = rows[""]
     found: dict[str, dict[str, list[list[float]]]] = {}
     for suffix, methods in rows.items():
         for task in tasks:
             runs = {method: list(curves(study, method, task).values()) for method in methods}
             runs = {method: given for method, given in runs.items() if given}
-            if runs and (not suffix or runs.keys() - set(usual)):
+            if runs and (not suffix or runs.keys() - set(rows[""])):
                 found[task + suffix] = runs
     return found
 
@@ -293,13 +272,6 @@ def _seed_counts(study: Study, method: str, tasks: Sequence[str]) -> str:
     """One number where all tasks have as many, otherwise one for each."""
     counts = [str(len(curves(study, method, task))) for task in tasks]
     return counts[0] if len(set(counts)) == 1 else ", ".join(counts)
-
-
-def _returns(cell: Cell) -> list[float]:
-    values = cell.metrics.get("returns")
-    if not isinstance(values, list) or not values:
-        raise ValueError(f"{cell.label}: a list 'returns' was expected among the metrics; got {values!r}")
-    return values
 
 
 def _ends(cells: Sequence[Cell], name: str) -> float | None:

@@ -13,11 +13,10 @@ from noisygrad_paper.experiments.few_labels import LABELLED
 from noisygrad_paper.report import paper
 from noisygrad_paper.report.comparison import CORRELATION, RMSE_ACTIVE, RMSE_RANDOM, Metric, signed
 from noisygrad_paper.report.comparison_table import ComparisonTable, Entry
-from noisygrad_paper.report.entries import entry
 from noisygrad_paper.report.figures import Curve, Panel, curve_panels, mean_curve, variance_scatter
 from noisygrad_paper.report.page import ReportPage
-from noisygrad_paper.report.provenance import add_environment, add_failures, add_settings, wall_time_table
-from noisygrad_paper.report.study import Study
+from noisygrad_paper.report.provenance import add_failures, add_provenance, wall_time_table
+from noisygrad_paper.report.study import Study, entry
 
 _BEYOND = ("NNG-full", "NNG-MVG/exact", "NNG-MVG/lambda=1.4", "NNG-BlkTri/lambda=1.4", "NNG-MVG/batch", "ridge")
 ORDER = ("PBP", "NNG-FFG", "NNG-MVG", "NNG-BlkTri", *_BEYOND, "HMC")
@@ -112,8 +111,7 @@ def _correlation(results: Path, page: ReportPage) -> None:
     add_failures(page, study, "trial")
     page.table(wall_time_table(study, "Wall time of the jobs, some of which shared a device"))
     everything = Study(cells, ORDER)
-    add_settings(page, everything)
-    add_environment(page, everything)
+    add_provenance(page, everything)
 
 
 def _correlation_tiles(study: Study) -> dict[str, str]:
@@ -148,7 +146,6 @@ def _above_best(study: Study) -> str:
 
 
 def _convergence(page: ReportPage, cells: Sequence[Cell]) -> None:
-    """How far HMC's chains agree."""
     rhats = _rhats(cells)
     if not rhats:
         return
@@ -195,8 +192,7 @@ def _active(results: Path, page: ReportPage) -> None:
     _curves(page, study)
     add_failures(page, study, "trial")
     page.table(wall_time_table(study, "Wall time of the jobs, some of which shared a device"))
-    add_settings(page, study)
-    add_environment(page, study)
+    add_provenance(page, study)
 
 
 def _active_tiles(study: Study) -> dict[str, str]:
@@ -220,7 +216,7 @@ def _curves(page: ReportPage, study: Study) -> None:
             for way, suffix in ((active_learning.ACTIVE, ""), (active_learning.RANDOM, "/random")):
                 if suffix and method.endswith(active_learning.BATCH):
                     continue  # the same as those of the method itself
-                rows = [cell.metrics[f"rmse_{way}_by_round"] for cell in study.of(method, name) if cell.error is None]
+                rows = [cell.metrics[f"rmse_{way}_by_round"] for cell in study.finished(method, name)]
                 lines = [
                     Curve([float(LABELLED + k) for k in range(len(row))], row) for row in rows if isinstance(row, list)
                 ]

@@ -111,9 +111,8 @@ def _gaps(study: Study) -> list[str]:
         seeds = {name: len(study.values(full_name(method, name), _DATA, ACCURACY)) for name in wanted}
         absent = [name for name, count in seeds.items() if count == 0]
         single = [name for name, count in seeds.items() if count == 1 and method in (OURS, WITHOUT_NOISE)]
-        words = [f"not measured in {', '.join(absent)}"] * bool(absent) + [f"one seed in {', '.join(single)}"] * bool(
-            single
-        )
+        kinds = {"not measured in": absent, "one seed in": single}
+        words = [f"{kind} {', '.join(names)}" for kind, names in kinds.items() if names]
         if words:
             found.append(f"{method}: {'; '.join(words)}")
     return found

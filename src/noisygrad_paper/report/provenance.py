@@ -1,25 +1,20 @@
 """Where numbers come from: the settings of each method, versions, devices and wall time of a set of cells."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from noisygrad.pages.tables import Column, Table
-from noisygrad_paper.experiments.cells import Cell
+from noisygrad_paper.experiments.cells import Cell, flat
 from noisygrad_paper.report.page import ReportPage
 from noisygrad_paper.report.study import Study
 
-
-def _by_method(cell: Cell) -> tuple[str, str]:
-    return cell.method, cell.data
+Place: TypeAlias = Callable[[Cell], tuple[str, str]]
 
 
-def _by_data(cell: Cell) -> tuple[str, str]:
-    return cell.data, cell.method
-
-
-def add_settings(page: ReportPage, study: Study, group: Callable[[Cell], tuple[str, str]] = _by_method) -> None:
-    """A folded list of settings for each method.
+def add_provenance(page: ReportPage, study: Study, group: Place = lambda cell: (cell.method, cell.data)) -> None:
+    """A folded list of settings for each method; then versions and devices, with all the values that occur.
 
     `group` says of a cell to which list it belongs and what tells it apart there: the method and the data set.
     """
@@ -30,20 +25,15 @@ def add_settings(page: ReportPage, study: Study, group: Callable[[Cell], tuple[s
             groups.setdefault(heading, []).append((name, cell.config))
     for heading, cells in groups.items():
         page.folded_pairs(common_settings(cells), caption=f"Settings of {heading}")
-
-
-def add_environment(page: ReportPage, study: Study) -> None:
-    """Versions and devices, with all the values that occur."""
-    found: dict[str, dict[str, int]] = {}
+    found: dict[str, Counter[str]] = {}
     for cell in study.cells:
         for name, value in (*cell.versions.items(), ("device", cell.device)):
-            counts = found.setdefault(name, {})
-            counts[str(value)] = counts.get(str(value), 0) + 1
+            found.setdefault(name, Counter())[str(value)] += 1
     page.pairs({name: _counted(counts) for name, counts in found.items()}, caption="Versions and devices")
 
 
 def wall_time_table(
-    study: Study, caption: str, *, corner: str = "data", place: Callable[[Cell], tuple[str, str]] = _by_data
+    study: Study, caption: str, *, corner: str = "data", place: Place = lambda cell: (cell.data, cell.method)
 ) -> Table:
     """Seconds of all replicates together, with totals; `place` says of a cell its row and its column.
 
@@ -78,15 +68,12 @@ def common_settings(cells: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str,
     }
 
 
-def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flattened(config: Mapping[str, Any]) -> dict[str, str]:
     """Nested settings under dotted names, every value as text."""
-    found: dict[str, str] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            found |= flattened(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return found
+    texts: dict[str, str] = {}
+    for name, value in flat(config):
+        texts[name] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return texts
 
 
 def _counted(counts: Mapping[str, int]) -> str:

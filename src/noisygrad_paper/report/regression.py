@@ -9,12 +9,11 @@ from noisygrad_paper.experiments.cells import Results
 from noisygrad_paper.report import paper
 from noisygrad_paper.report.comparison import ELBO, LOG_LIKELIHOOD, RMSE, Metric, signed
 from noisygrad_paper.report.comparison_table import ComparisonTable
-from noisygrad_paper.report.entries import entry
 from noisygrad_paper.report.figures import difference_plot
 from noisygrad_paper.report.page import ReportPage
-from noisygrad_paper.report.provenance import add_environment, add_failures, add_gaps, add_settings, wall_time_table
+from noisygrad_paper.report.provenance import add_failures, add_gaps, add_provenance, wall_time_table
 from noisygrad_paper.report.reasons import REASONS
-from noisygrad_paper.report.study import Standing, Study
+from noisygrad_paper.report.study import Standing, Study, entry
 
 METRICS = (RMSE, LOG_LIKELIHOOD)
 _OURS, _SIMPLER = "NNG-MVG", "NNG-FFG"
@@ -247,5 +246,4 @@ def _provenance(page: ReportPage, study: Study) -> None:
         "are of all splits of a set together."
     )
     page.table(wall_time_table(study, "Wall time of the jobs, some of which shared a device"))
-    add_settings(page, study)
-    add_environment(page, study)
+    add_provenance(page, study)

@@ -37,8 +37,3 @@ def build_report(results: Path) -> ReportPage:
     for add in SECTIONS:
         add(results, page)
     return page
-
-
-def write_report(results: Path, output: Path) -> Path:
-    """Build the page and write it atomically; returns where it is."""
-    return build_report(results).write(output)

@@ -1,4 +1,4 @@
-"""The cells of an experiment, gathered: estimates over the replicates, and what is missing or failed."""
+"""The cells of an experiment, gathered: estimates over the replicates, beside the paper's, and what is missing."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from noisygrad_paper.experiments.cells import Cell
 from noisygrad_paper.report import paper
-from noisygrad_paper.report.comparison import Estimate, Metric, Verdict, signed_difference, verdict
+from noisygrad_paper.report.comparison import Estimate, Metric, Verdict, signed, signed_difference, verdict
+from noisygrad_paper.report.comparison_table import Entry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,10 @@ class Study:
         """The cells of one method on one data set."""
         return self._groups.get((method, data), [])
 
+    def finished(self, method: str, data: str) -> list[Cell]:
+        """Those of them that have figures."""
+        return [cell for cell in self.of(method, data) if cell.error is None]
+
     @property
     def failed(self) -> list[Cell]:
         """Cells whose training went wrong."""
@@ -63,7 +68,7 @@ class Study:
 
     def values(self, method: str, data: str, metric: Metric) -> list[float]:
         """The metric in every replicate that has a finite one."""
-        found = (_value(cell, metric) for cell in self.of(method, data) if cell.error is None)
+        found = (_value(cell, metric) for cell in self.finished(method, data))
         return [float(value) for value in found if isinstance(value, int | float) and math.isfinite(value)]
 
     def estimate(self, method: str, data: str, metric: Metric) -> Estimate | None:
@@ -90,6 +95,53 @@ class Study:
             if data != "year"
         )
         return [standing for standing in found if standing is not None]
+
+
+def entry(
+    study: Study,
+    method: str,
+    data: str,
+    metric: Metric,
+    expected: int | None,
+    replicates: str = "splits",
+    digits: int | None = None,
+) -> Entry:
+    """Ours and the paper's of one method on one data set; `expected` replicates, or None for as many as there are."""
+    ours, standing = study.estimate(method, data, metric), study.standing(method, data, metric)
+    theirs = "" if standing is None else f"paper {standing.theirs.text()}"
+    failed = sum(cell.error is not None for cell in study.of(method, data))
+    if ours is None:
+        return Entry(theirs=theirs, note=f"{failed} failed" if failed else "")
+    count = len(study.values(method, data, metric))
+    wanted = count + failed if expected is None else expected
+    notes = [f"{count} of {wanted} {replicates}"] * (count < wanted) + [f"{failed} failed"] * bool(failed)
+    return Entry(
+        ours=ours.text(digits),
+        theirs=theirs,
+        verdict=None if standing is None else standing.verdict,
+        tooltip="" if standing is None else _tooltip(standing),
+        note=", ".join(notes),
+    )
+
+
+def _tooltip(standing: Standing) -> str:
+    if standing.difference is not None and standing.metric.tolerance is not None:
+        return f"ours minus the paper's: {signed(standing.difference)} {standing.metric.unit}"
+    if standing.difference is None:
+        return "without two standard errors the difference cannot be judged"
+    side = "better" if standing.difference > 0 else "worse"
+    return (
+        f"z = {signed(standing.difference)}: ours is {side} by {abs(standing.difference):.2f} standard errors of the "
+        "difference"
+    )
+
+
+def list_of(cell: Cell, name: str) -> list[float]:
+    """A list among the metrics of a cell that must have it."""
+    values = cell.metrics.get(name)
+    if not isinstance(values, list) or not values:
+        raise ValueError(f"{cell.label}: a list {name!r} was expected among the metrics; got {values!r}")
+    return values
 
 
 def _value(cell: Cell, metric: Metric) -> object:

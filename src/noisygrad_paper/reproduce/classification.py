@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -52,9 +51,10 @@ def classification(
     A training that is stopped goes on at its last checkpoint. Under torchrun the processes share each training.
     """
     from noisygrad_paper.experiments import classification as experiment
+    from noisygrad_paper.experiments.cells import Results
     from noisygrad_paper.experiments.configurations import CONFIGURATIONS
     from noisygrad_paper.experiments.image_methods import METHODS
-    from noisygrad_paper.experiments.processes import join_processes
+    from noisygrad_paper.experiments.processes import join_processes, of_first_process
 
     options.check_device(device)
     with options.clear_errors(), join_processes(device) as processes:
@@ -85,7 +85,7 @@ def classification(
             checkpoints=os.fspath(folder),
             checkpoint_every=checkpoint_every,
         )
-        left = _left(name, jobs, results)
+        left = of_first_process(lambda: Results(results, name).missing(jobs))
         if left:
             options.make_folder("--checkpoints", folder)
         if processes.rank > 0:
@@ -123,14 +123,6 @@ def _together(train: Work, job: Job, report: Report) -> list[Cell]:
             raise
 
     return in_all_processes(told)
-
-
-def _left(experiment: str, jobs: Sequence[Job], results: Path) -> list[Job]:
-    """What the first of several processes finds missing, for all of them."""
-    from noisygrad_paper.experiments.cells import Results
-    from noisygrad_paper.experiments.processes import of_first_process
-
-    return of_first_process(lambda: Results(results, experiment).missing(jobs))
 
 
 def _show_classification(results: Path, experiment: str, data: str) -> None:

@@ -33,10 +33,10 @@ def hmc_correlation(
     it again.
     """
     from noisygrad_paper.experiments import hmc_correlation as experiment
-    from noisygrad_paper.experiments.few_labels import METHODS
+    from noisygrad_paper.experiments.few_labels import DATA, METHODS
 
     with options.clear_errors():
-        names, asked = options.chosen(data, experiment.DATA), options.chosen(methods, METHODS)
+        names, asked = options.chosen(data, DATA), options.chosen(methods, METHODS)
         where = _checked(device, backend, scheduler, asked, data_dir)
         jobs = experiment.plan(
             names, asked, trials=trials or experiment.TRIALS, epochs=epochs, data_dir=where, seed=seed
@@ -67,9 +67,10 @@ def active_learning(
     start it again.
     """
     from noisygrad_paper.experiments import active_learning as experiment
+    from noisygrad_paper.experiments.few_labels import DATA
 
     with options.clear_errors():
-        names, asked = options.chosen(data, experiment.DATA), options.chosen(methods, experiment.METHODS_HERE)
+        names, asked = options.chosen(data, DATA), options.chosen(methods, experiment.METHODS_HERE)
         where = _checked(device, backend, scheduler, asked, data_dir)
         jobs = experiment.plan(
             names,

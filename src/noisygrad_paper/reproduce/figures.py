@@ -1,5 +1,6 @@
 """`noisygrad reproduce convergence` and `precision-matrices`: the training curves and Figure 1."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -75,11 +76,9 @@ def precision_matrices(
 
     with options.clear_errors():
         options.check_device(device)
-        config = (
-            experiment.PrecisionConfig(seed=seed)
-            if epochs is None
-            else experiment.PrecisionConfig(seed=seed, epochs=epochs)
-        )
+        config = experiment.PrecisionConfig(seed=seed)
+        if epochs is not None:
+            config = replace(config, epochs=epochs)
         todo = experiment.missing(config, results, force=force)
         arrays = results / f"{experiment.EXPERIMENT}.npz"
         if not todo:

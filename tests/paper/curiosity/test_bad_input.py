@@ -107,7 +107,7 @@ def test_a_missing_extra_is_named(monkeypatch, missing):
             lambda: InformationGain(DynamicsSettings(fit=NoisySettings(family="full"))),
             "must be diagonal or a Kronecker",
         ),
-        (lambda: DynamicsSettings(fit=NoisySettings(), noise_std=0.0), "noise_std must be positive"),
+        (lambda: DynamicsSettings(fit=NoisySettings(), noise_std=0.0), "noise_std must be a positive number"),
         (lambda: DynamicsSettings(fit=NoisySettings(), hidden=()), "one or more sizes"),
         (lambda: Dynamics(2, 1, MODELS["NNG-FFG"], []), "one seed"),
         (lambda: GainBonus(Dynamics(2, 1, MODELS["NNG-FFG"], [0]), replica=1), "numbered from 0"),

@@ -19,8 +19,8 @@ from noisygrad_paper.data import (
     standard_splits,
     standardised,
 )
+from noisygrad_paper.data.fetch import parse_table
 from noisygrad_paper.data.files import checksum_of
-from noisygrad_paper.data.raw import parse_table
 
 # name: rows, features, target's standard deviation, splits, training rows, test rows
 PUBLISHED = {

@@ -16,7 +16,7 @@ from noisygrad_paper.baselines.hmc import HMCSettings
 from noisygrad_paper.data import load_table
 from noisygrad_paper.experiments import active_learning, few_labels, hmc_correlation
 from noisygrad_paper.experiments.cells import Cell, Job, Results
-from noisygrad_paper.experiments.few_labels import METHODS, FewPoints, RidgeLeverage, trial
+from noisygrad_paper.experiments.few_labels import METHODS, FewPoints, trial
 
 
 def quiet(done: float, word: str) -> None:
@@ -45,7 +45,7 @@ def test_trials_are_apart_and_the_same_every_time() -> None:
 
 def test_ridge_is_its_formula() -> None:
     data = points()
-    fitted = RidgeLeverage().fit(data, [0, 1, 2], {"ridge": 1.0}, quiet)
+    fitted = METHODS["ridge"].fit(data, [0, 1, 2], {"ridge": 1.0}, quiet)
     x = torch.randn(3, 4, 2, dtype=torch.float64)
     mean, variance = fitted.moments(x)
     for index in range(3):
@@ -195,9 +195,9 @@ def test_a_trial_with_nothing_to_choose_by_fails_alone(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("experiment", [hmc_correlation, active_learning])
 def test_hmc_goes_through_the_experiments(experiment: object, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numpyro")
-    short = few_labels.Hamiltonian(HMCSettings(chains=2, warmup=60, samples=20, leapfrog_steps=4, extensions=1))
-    monkeypatch.setitem(few_labels.METHODS, "HMC", short)
-    monkeypatch.setattr(active_learning, "_HMC", short._settings)
+    short = HMCSettings(chains=2, warmup=60, samples=20, leapfrog_steps=4, extensions=1)
+    monkeypatch.setitem(few_labels.METHODS, "HMC", few_labels.hamiltonian(short))
+    monkeypatch.setattr(active_learning, "_HMC", short)
     monkeypatch.setattr(active_learning, "ACQUISITIONS", 2)
     asked = job("HMC", experiment=experiment)
     cells = experiment.run_job(asked, quiet)
@@ -216,8 +216,7 @@ def test_hmc_goes_through_the_experiments(experiment: object, monkeypatch: pytes
 @pytest.fixture
 def embedded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands know the one table that needs no file."""
-    for experiment in (hmc_correlation, active_learning):
-        monkeypatch.setattr(experiment, "DATA", ("diabetes",))
+    monkeypatch.setattr(few_labels, "DATA", ("diabetes",))
 
 
 def test_tuning_has_a_file_of_its_own(embedded: None, tmp_path: Path) -> None:

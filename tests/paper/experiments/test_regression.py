@@ -171,7 +171,7 @@ def test_large_sets_have_large_batches_and_protein_a_wide_network():
     def config(name: str, rows: int) -> dict:
         from noisygrad_paper.experiments.regression import problem_of
 
-        made = DataTable(name=name, label=name, x=np.zeros((rows, 2)), y=np.arange(float(rows)), about="", target="y")
+        made = DataTable(name=name, label=name, x=np.zeros((rows, 2)), y=np.arange(float(rows)), target="y")
         return METHODS["NNG-MVG"].config(problem_of(made))
 
     assert config("boston", 506)["batch_size"] == 10
@@ -182,7 +182,7 @@ def test_large_sets_have_large_batches_and_protein_a_wide_network():
 
 def test_splits_are_standardised_apart():
     random = np.random.default_rng(1)
-    made = DataTable(name="t", label="t", x=random.normal(size=(30, 2)), y=random.normal(size=30), about="", target="y")
+    made = DataTable(name="t", label="t", x=random.normal(size=(30, 2)), y=random.normal(size=30), target="y")
     data = standardised(made, standard_splits(30, 3))
     assert np.allclose(data.x_train.mean(1), 0.0)
     assert np.allclose(data.y_train.std(1), 1.0)

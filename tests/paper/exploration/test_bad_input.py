@@ -102,7 +102,7 @@ def test_nothing_recorded():
     ("make", "message"),
     [
         (lambda: MountainCar(render_mode="human"), "render_mode must be None or 'rgb_array'"),
-        (lambda: DoublePendulum(threshold=0.0), "threshold must be positive"),
+        (lambda: DoublePendulum(threshold=0.0), "threshold must be a positive number"),
         (lambda: TaskVector(MountainCar, 0), "copies must be at least 1"),
         (lambda: TaskVector(MountainCar, 1, horizon=0), "horizon must be at least 1"),
         (lambda: paper_trpo("Acrobot"), "there are CartPoleSwingup, MountainCar, DoublePendulum"),

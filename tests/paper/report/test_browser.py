@@ -71,7 +71,7 @@ def results(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def page(results) -> Path:
-    return site.write_report(results, results / "report.html")
+    return site.build_report(results).write(results / "report.html")
 
 
 def look(folder: Path, page: Path, width: int) -> dict:

@@ -271,7 +271,7 @@ def test_empty_results_say_what_makes_them(tmp_path):
     for command in ("regression", "classification", "convergence", "precision-matrices"):
         assert f"noisygrad reproduce {command}" in text
     assert "<img" not in text
-    written = site.write_report(tmp_path, tmp_path / "report.html")
+    written = site.build_report(tmp_path).write(tmp_path / "report.html")
     assert written.read_text(encoding="utf-8") == text
 
 
