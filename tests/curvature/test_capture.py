@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from contextlib import suppress
 from types import MethodType
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import noisygrad as ng
 from noisygrad.curvature.capture import Capture
+from noisygrad.curvature.fisher import fisher_passes
 from noisygrad.curvature.network import find_units
 from noisygrad.curvature.passes import Batch, MatrixPass
 from noisygrad.curvature.registry import REGISTRY, Layer
@@ -359,6 +361,26 @@ def test_hooks_are_off_afterwards_and_after_an_exception() -> None:
         optimizer.step(closure)
     assert is_clean(model)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_graph_is_kept_after_the_context(fails: bool) -> None:
+    """A node that is kept would hold the activations of a whole pass."""
+    model = ready(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
+    with suppress(ZeroDivisionError), Capture(find_units(model)[1]) as capture:
+        measured_with(capture, model(normal(5, 3)))
+        assert len(capture.consumed_nodes) == 2
+        if fails:
+            raise ZeroDivisionError
+    assert capture.consumed_nodes == set()
+    assert capture.take() == []
+
+
+def measured_with(capture: Capture, output: Tensor) -> None:
+    """Take statistics of a pass, as an optimiser does."""
+    records, more = capture.take(), {"others": [], "generators": [], "dtype": torch.float64}
+    assert len(list(fisher_passes("exact", gaussian(), output, output.detach(), records=records, **more))) == 2
+    capture.consume(records)
 
 
 def test_attention_as_the_whole_model() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -47,6 +49,24 @@ class Normalised(nn.Module):
         return self.last(torch.tanh(self.norm(self.first(x))))
 
 
+class Folded(nn.Module):
+    """Takes `[batch, length, 3, 4]`; where asked, its layers see batch and length as one dimension."""
+
+    def __init__(self, first: nn.Module, fold: bool) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = first, nn.LayerNorm(4), nn.Linear(4, 2)
+        self.fold = fold
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch = len(x)
+        if self.fold:
+            hidden = torch.tanh(self.first(x.flatten(0, 1)))
+        else:  # a convolution takes one position at a time
+            hidden = torch.stack([torch.tanh(self.first(part)) for part in x.unbind(1)], 1)
+        hidden = self.last(torch.tanh(self.norm(hidden)))
+        return hidden.reshape(batch, -1, 2).square().sum(1)
+
+
 def truth(model: nn.Module, x: Tensor, examples: int) -> dict[str, Tensor]:
     """The mean over the first examples of Σ_k (∂f_k/∂w)²: the Fisher's diagonal for Gaussian noise of variance 1."""
     parameters, outputs = dict(model.named_parameters()), model(x)[:examples]
@@ -86,6 +106,22 @@ def test_attention_with_the_batch_second(length: int, kept: int | None) -> None:
     torch.manual_seed(0)
     model, x = Attention().double(), torch.randn(length, 4, 4).double()
     check(measured(model, x, 4, stats_batch=kept), truth(model, x, kept or 4))
+
+
+@pytest.mark.parametrize("kept", [None, 1, 3])
+@pytest.mark.parametrize("length", [2, 5])
+@pytest.mark.parametrize("layer", ["linear", "convolution"])
+def test_a_batch_folded_with_positions(layer: str, length: int, kept: int | None) -> None:
+    """The kept examples have all their positions; what is found is what the batch gives that is not folded."""
+    torch.manual_seed(0)
+    first = nn.Linear(4, 4) if layer == "linear" else nn.Conv1d(3, 2, 1)
+    model, x = Folded(first, fold=False).double(), torch.randn(4, length, 3, 4).double()
+    folded = copy.deepcopy(model)
+    folded.fold = True
+    torch.testing.assert_close(folded(x), model(x))
+    expected = truth(model, x, kept or 4)
+    check(measured(model, x, 4, stats_batch=kept), expected)
+    check(measured(folded, x, 4, stats_batch=kept), expected)
 
 
 @pytest.mark.parametrize("kept", [None, 3])

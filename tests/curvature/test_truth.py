@@ -289,11 +289,14 @@ def convolution_factors(conv: nn.Module, model: nn.Module, x: Tensor) -> tuple[T
     return torch.stack(inputs).mean(0), torch.stack(outputs).mean(0)
 
 
-def test_tridiagonal_has_the_damped_blocks_it_claims() -> None:
-    """facts.md §5: diagonal blocks damped by equation (11), couplings E[a aᵀ] ⊗ E[g gᵀ] undamped, by hand."""
-    model, x = doubled(
-        lambda: (nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), normal(6, 3))
-    )
+@pytest.mark.parametrize("shape", [(6, 3), (6, 5, 3)], ids=["vectors", "sequences"])
+def test_tridiagonal_has_the_damped_blocks_it_claims(shape: tuple[int, ...]) -> None:
+    """Diagonal blocks damped by equation (11), couplings E[a aᵀ] ⊗ E[g gᵀ] undamped, by hand.
+
+    Of sequences, a aᵀ is a mean over positions and g gᵀ a sum.
+    """
+    layers = [nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)]
+    model, x = doubled(lambda: (nn.Sequential(*layers), normal(*shape)))
     structure, found = measure(model, gaussian(), x, "tridiagonal")
     (block,) = structure.blocks
     assert block.family.name == "tridiagonal"
@@ -304,7 +307,7 @@ def test_tridiagonal_has_the_damped_blocks_it_claims() -> None:
     a, hidden = [], x
     for layer in model:
         if isinstance(layer, nn.Linear):
-            a.append(torch.cat([hidden, torch.ones(len(x), 1, dtype=x.dtype)], dim=1).detach())
+            a.append(torch.cat([hidden, torch.ones_like(hidden[..., :1])], dim=-1).detach().flatten(0, -2))
         hidden = layer(hidden)
     linear = [model[0], model[2], model[4]]
     weights = [torch.cat([m.weight, m.bias[:, None]], 1).detach() for m in linear]
@@ -313,7 +316,7 @@ def test_tridiagonal_has_the_damped_blocks_it_claims() -> None:
     for w in weights:
         starts.append(starts[-1] + w.numel())
     for i in range(3):
-        A, S = a[i].mT @ a[i] / 6, torch.einsum("knp,knq->pq", g[i], g[i]) / 6
+        A, S = a[i].mT @ a[i] / len(a[i]), torch.einsum("k...p,k...q->pq", g[i], g[i]) / 6
         pi = ((A.trace() / len(A)) / (S.trace() / len(S))).sqrt()
         A = A + pi * math.sqrt(gamma) * torch.eye(len(A), dtype=A.dtype)
         S = S + math.sqrt(gamma) / pi * torch.eye(len(S), dtype=S.dtype)
@@ -321,7 +324,8 @@ def test_tridiagonal_has_the_damped_blocks_it_claims() -> None:
         close(precision[here, here], torch.kron(S, A))
         if i < 2:
             after = slice(starts[i + 1], starts[i + 2])
-            cross = torch.kron(torch.einsum("knp,knq->pq", g[i], g[i + 1]) / 6, a[i].mT @ a[i + 1] / 6)
+            coupling = torch.einsum("k...p,k...q->pq", g[i], g[i + 1]) / 6
+            cross = torch.kron(coupling, a[i].mT @ a[i + 1] / len(a[i]))
             assert cross.norm() > 1e-3
             close(precision[here, after], cross)
     covariance = torch.linalg.inv(precision)
@@ -329,10 +333,10 @@ def test_tridiagonal_has_the_damped_blocks_it_claims() -> None:
 
 
 def output_gradients(model: nn.Module, layers: list[nn.Module], x: Tensor) -> list[Tensor]:
-    """Per-example gradients of each output (over the noise) by each layer's output, `[outputs, batch, features]`."""
+    """Gradients of each output (over the noise) by each layer's, `[outputs, batch, (positions,) features]`."""
     kept: list[Tensor] = []
     handles = [layer.register_forward_hook(lambda m, i, o: kept.append(o)) for layer in layers]
-    output = model(x)
+    output = model(x).flatten(1)
     for handle in handles:
         handle.remove()
     root = SMALL_NOISE**-0.5
