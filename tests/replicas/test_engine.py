@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from noisygrad.families.base import Precision
+from noisygrad.kernels.factorisation import unchecked
 from noisygrad.likelihoods import Gaussian
 from noisygrad.replicas.engine import ReplicaGenerators, compiler_available, train_replicas
 from noisygrad.replicas.noisy import NoisyLearner, NoisySettings
@@ -117,7 +118,7 @@ def test_a_learner_follows_the_optimiser(family: str, settings: dict, noise_prio
             drawn.append((weights[places] if family == "diagonal" else weights, -targets))
         noise = {"weights": torch.stack([w for w, _ in drawn]), "targets": torch.stack([t for _, t in drawn])}
         learner.step_(x[None], y[None], {name: tensor[None] for name, tensor in noise.items()})
-        if step % chosen.factor_every == 0 or (step < chosen.factor_every and step in {1, 2, 4}):
+        if learner.refresh_due(step):
             learner.refresh_()
         learner.move_()
         optimizer.step(lambda x=x, y=y: (model(x), y))
@@ -237,9 +238,43 @@ def test_a_factorisation_that_fails_keeps_the_old_one():
     assert not torch.equal(after["right"][0], before["right"][0])
 
 
+def spoil_undamped(learner: NoisyLearner) -> None:
+    """Give the last replica a Fisher in the first block that is not positive before the damping is added."""
+    found = learner.covariance.statistics[learner.covariance.blocks[0].name].tensors()
+    moment = found.get("fisher", found.get("inputs"))[-1]
+    (moment if moment.dim() == 1 else moment.diagonal())[2] = -0.3
+
+
+@pytest.mark.parametrize("family", ["diagonal", "kronecker", "full"])
+def test_draws_and_steps_are_refused_apart(family: str) -> None:
+    """Where only the damping makes P positive, steps have new factors, and draws keep the ones they had."""
+    learner = make_learner(family, ReplicaGenerators.of([0, 1]), damping=0.5)
+    assert isinstance(learner, NoisyLearner)
+    factors, before = learner.covariance.factors, {}
+    for name, own in factors.items():
+        before[name] = {"stepper": own.stepper.logdet().clone(), "sampler": own.sampler.clone().tensors()}
+        learner.covariance.statistics[name].map(lambda tensor: tensor.mul_(2.0))
+    spoil_undamped(learner)
+    learner.refresh_()
+    assert learner.rejected.tolist() == [0.0, 1.0]
+    for block in learner.covariance.blocks:
+        statistics, prior = learner.covariance.statistics[block.name], learner.covariance.priors[block.name]
+        with unchecked():  # nor is there anything to repair
+            stepper = statistics.factorise(prior, 0.5).drop_terms().tensors()
+        first = statistics.map(lambda tensor: tensor[:1]).factorise(prior.map(lambda tensor: tensor[:1]))
+        sampler = first.drop_terms().tensors()
+        for key, tensor in factors[block.name].stepper.tensors().items():
+            torch.testing.assert_close(tensor, stepper[key], rtol=1e-9, atol=1e-12)
+        assert bool((factors[block.name].stepper.logdet() != before[block.name]["stepper"]).all())
+        for key, tensor in factors[block.name].sampler.tensors().items():
+            torch.testing.assert_close(tensor[:1], sampler[key], rtol=1e-9, atol=1e-12)
+            assert torch.equal(tensor[1], before[block.name]["sampler"][key][1])
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.05])
 @pytest.mark.parametrize(("family", "settings"), [("tridiagonal", {}), ("kronecker", {"damping_mode": "exact"})])
-def test_one_bad_replica_does_not_stop_the_others(family: str, settings: dict) -> None:
-    learner = make_learner(family, ReplicaGenerators.of([0, 1]), **settings)
+def test_one_bad_replica_does_not_stop_the_others(family: str, settings: dict, damping: float) -> None:
+    learner = make_learner(family, ReplicaGenerators.of([0, 1]), damping=damping, **settings)
     assert isinstance(learner, NoisyLearner)
     before = [{name: t.clone() for name, t in each.tensors().items()} for each in samplers(learner)]
     for statistics in learner.covariance.statistics.values():
@@ -248,7 +283,7 @@ def test_one_bad_replica_does_not_stop_the_others(family: str, settings: dict) -
                 tensor[1] *= 2.0
                 tensor[0] = torch.nan
     learner.refresh_()
-    assert learner.rejected.tolist() == [1.0, 0.0]
+    assert learner.rejected.tolist() == [2.0 if damping else 1.0, 0.0]  # those of draws, and of steps
     for old, new in zip(before, samplers(learner), strict=True):
         for name, tensor in new.tensors().items():
             torch.testing.assert_close(tensor[0], old[name][0])

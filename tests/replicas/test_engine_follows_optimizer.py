@@ -120,10 +120,9 @@ class Pair:
 
     def step(self, step: int) -> None:
         x, y = normal(REPLICAS, BATCH, 3, seed=step), normal(REPLICAS, BATCH, 1, seed=step + 500)
-        every = self.settings.factor_every
         self.learner.anneal.fill_(annealed(step))
         self.learner.step_(x, y, self.draw())
-        if step % every == 0 or (step < every and step in {1, 2, 4}):
+        if self.learner.refresh_due(step):
             self.learner.refresh_()
         self.learner.move_()
         self.optimizer.param_groups[0]["lr"] = 0.05 * annealed(step)
@@ -169,3 +168,12 @@ def test_fifty_steps_of_several_replicas_are_the_same(family: str, case: dict) -
     if "kl_clip" in case:
         assert bool((pair.learner.clipped > 0).all())
         assert bool((pair.learner.rejected == 0).all())
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 4, 5, 8, 10, 50, 64, 100, 1000])
+def test_factors_are_due_in_the_same_steps(every: int) -> None:
+    pair = Pair("diagonal", {"factor_every": every})
+    due = [step for step in range(1, 201) if pair.learner.refresh_due(step)]
+    assert due == [step for step in range(1, 201) if pair.optimizer.options.factors_due(step)]
+    early = {2**power for power in range(10) if 2**power < every}
+    assert set(due) == {step for step in range(1, 201) if step % every == 0 or step in early}
