@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import noisygrad as ng
 from noisygrad.networks import MLP
 from noisygrad_paper.networks import VGG16
-from support.compare import batches, compare_optimizers, each_optimizer, make, mlp, train
+from support.compare import batches, compare_optimizers, differences, each_optimizer, make, mlp, snapshot, train
 
 
 class Residual(nn.Module):
@@ -250,3 +250,25 @@ def test_a_layer_may_be_unused_in_a_pass(kind):
     model.use = True
     train(optimizer, model, data[3:])
     assert optimizer.weights.mean.flat.isfinite().all()
+
+
+@each_optimizer
+@pytest.mark.parametrize("form", ["two draws", "skipped"])
+def test_a_layer_that_is_unused_meanwhile_keeps_its_averages(kind, form):
+    """Until the step is made, and where a GradScaler skips it."""
+    torch.manual_seed(0)
+    model, data = Branching().double(), batches(4)
+    optimizer = make(kind, model, factor_every=5)
+    train(optimizer, model, data[:2])
+    before, skipped = snapshot(optimizer), form == "skipped"
+    for (x, y), model.use in zip(data[2:3] if skipped else data[2:], (False, True), strict=False):
+        with optimizer.sampled() as draw:
+            draw.nll(model(x), y).backward()
+    if skipped:
+        optimizer.found_inf = torch.ones(1)
+        optimizer.step()
+        before["/optimizer/steps"] += 1
+    assert not differences(before, snapshot(optimizer), but=("generators",))
+    if not skipped:
+        optimizer.step()
+        assert differences(before, snapshot(optimizer), but=("generators", "/model", "mean", "momentum", "steps"))
