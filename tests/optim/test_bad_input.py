@@ -305,3 +305,25 @@ def test_a_single_class_works(kind):
     losses = train(optimizer, model, [(x, y)] * 20)
     assert losses[-1] < losses[0]
     assert optimizer.posterior().kl().isfinite()
+
+
+@pytest.mark.parametrize("bad", [0, 1], ids=["first", "last"])
+def test_a_layer_whose_moments_are_finite_but_not_its_spectrum_is_named(bad):
+    """Inputs and gradients of 1e10 have squares that float32 holds, but not the product of these."""
+    sizes, variance = [(1e10, 1e-10, 1e10), (1.0, 1e10, 1e-10)][bad], [1.0, 1e-20][bad]
+    model, ((x, _),) = mlp(dtype=torch.float32), batches(1, dtype=torch.float32)
+    model = nn.Sequential(model[0], model[2])
+    with torch.no_grad():
+        for layer, size in zip(model, sizes[1:], strict=True):
+            layer.weight.mul_(size)
+            layer.bias.zero_()
+    optimizer = make(ng.NoisyEKFAC, model, ng.Gaussian(variance), noise=False, fisher="exact")
+    before = snapshot(optimizer)
+    with optimizer.sampled() as draw:
+        output = model(x * sizes[0])
+        draw.nll(output, output.detach()).backward()
+    found = optimizer.accumulated.statistics[str(bad)].averages()
+    assert [name for name, tensor in found.items() if not tensor.isfinite().all()] == ["fisher"]
+    with pytest.raises(ng.NonFiniteError, match=f"the statistics of {bad} went bad"):
+        optimizer.step()
+    assert_unchanged(before, optimizer)

@@ -124,6 +124,31 @@ def test_an_overflow_skips_the_step(kind, mode, first, unscale):
     assert optimizer.weights.mean.flat.isfinite().all()
 
 
+@each_optimizer
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
+def test_a_skipped_step_leaves_nothing_of_statistics_that_are_not_finite(kind, bad):
+    """NaN times a mask of 0 is NaN: what was measured is cleaned before it is averaged."""
+    model, data = mlp(dtype=torch.float32), batches(4, dtype=torch.float32)
+    optimizer = make(kind, model, kl_clip=1e-2, damping=0.1, factor_every=5)
+    scaler = scaler_of()
+    for x, y in data[:2]:
+        explicit_step(optimizer, model, x, y, scaler)
+    before, (x, y) = snapshot(optimizer), data[2]
+    with optimizer.sampled() as draw:
+        x[1, 2] = bad
+        scaler.scale(draw.nll(model(x), y)).backward()
+        model[0].weight.grad[0, 0] = float("inf")
+    found = [t for s in optimizer.accumulated.statistics.values() for t in s.tensors().values()]
+    assert not all(bool(tensor.isfinite().all()) for tensor in found)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == SCALE / 2
+    before["/optimizer/steps"] += 1
+    assert_unchanged(before, optimizer, but=("generators",))
+    explicit_step(optimizer, model, *data[3], scaler)
+    assert optimizer.weights.mean.flat.isfinite().all()
+
+
 def test_an_error_in_a_scaled_step_leaves_no_scale_behind():
     models, data = [mlp(dtype=torch.float32), mlp(dtype=torch.float32)], batches(2, dtype=torch.float32)
     failed, clean = (make(ng.NoisyKFAC, model, noise=False, fisher="exact") for model in models)

@@ -96,6 +96,24 @@ def failure(rank: int, what: str) -> dict[str, Any]:
     return {"error": error, "changed": list(differences(before, after, but=OWN)), "next": snapshot(optimizer)}
 
 
+def skipped(rank: int, kind: Any) -> dict[str, Any]:
+    """A GradScaler skips a step in which rank 1 has seen a bad batch, and so bad statistics: what has changed."""
+    model = DistributedDataParallel(mlp())
+    optimizer = make(kind, model, factor_every=5)
+    data = batches(3, size=8)
+    for x, y in data[:2]:
+        optimizer.step(lambda x=x, y=y: (model(halves(x, 4)[rank]), halves(y, 4)[rank]))
+    before = snapshot(optimizer)
+    x, y = data[2]
+    with optimizer.sampled() as draw:
+        bad = float("nan") if rank == 1 else 1.0
+        draw.nll(model(bad * halves(x, 4)[rank]), halves(y, 4)[rank]).backward()
+    optimizer.found_inf = torch.ones(1)
+    optimizer.step()
+    del optimizer.found_inf
+    return {"changed": list(differences(before, snapshot(optimizer), but=OWN))}
+
+
 def _refuse(block: Any, damping: float) -> Any:
     raise ng.FactorisationError(f"layer {block.name}: made to fail", 1e30)
 
@@ -166,6 +184,7 @@ def work(rank: int, folder: str) -> None:
         results[f"different {name}"] = distributed_training(rank, kind)
         results[f"uneven {name}"] = distributed_training(rank, kind, 5, fisher="exact", same_draw_on_all_ranks=True)
         results[f"unused {name}"] = unused_on_one_rank(rank, kind)
+        results[f"skipped {name}"] = skipped(rank, kind)
     results["floored"] = distributed_training(rank, ng.NoisyEKFAC, 5, **FLOORED, same_draw_on_all_ranks=True)
     results["shared out"] = work_shared_out(rank)
     results["resumed"] = resumed(rank)
@@ -299,6 +318,12 @@ def test_a_failure_on_one_rank_is_raised_on_both(what, first, second, ranks):
     if what == "NaN":
         assert one["changed"] == two["changed"] == []
     assert not differences(one["next"], two["next"], but=OWN)
+
+
+@each_optimizer
+def test_a_skipped_step_takes_no_bad_statistics_from_another_rank(kind, ranks):
+    for rank in ranks:
+        assert rank[f"skipped {kind.__name__}"]["changed"] == ["/optimizer/steps"]
 
 
 def test_ranks_that_load_the_state_of_rank_0_still_draw_apart(ranks):
