@@ -136,7 +136,7 @@ def check_arguments(
     if damping_mode not in (modes := family_named(family).damping_modes):
         raise ValueError(
             f"damping_mode={damping_mode!r} is not for the {family} family, which has {', '.join(modes)}. Only "
-            "NoisyKFAC has the choice: leave the argument out. The diagonal, eigenvalue-corrected and full families are "
+            "NoisyKFAC has the choice: leave the argument out. Diagonal, eigenvalue-corrected and full posteriors are "
             "always damped exactly, a chain of layers (NoisyBlockTridiagonal) never"
         )
     if family_named(family).proper_prior and prior is None and is_improper(prior_variance):
