@@ -9,10 +9,10 @@ import argparse
 import json
 from pathlib import Path
 
-from noisygrad.pages.tables import Column, Table
 from noisygrad_paper.experiments import active_learning, exploration_conditions, hmc_correlation
 from noisygrad_paper.experiments.cells import Results
 from noisygrad_paper.experiments.configurations import CONFIGURATIONS, full_name, heading
+from noisygrad_paper.pages.tables import Column, Table
 from noisygrad_paper.report import calibration, classification, exploration, few_labels, image_aims, paper, regression
 from noisygrad_paper.report.comparison import ACCURACY, ECE, ELBO, NLL
 from noisygrad_paper.report.markdown import markdown

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 Strategy = Literal["variance", "bald", "batch"]
 
 _ROUNDING = 1e3
-"""Scores that differ by less than so many units in the last place, relative to the largest, are the same."""
+"""Scores that differ by less than this many units in the last place, relative to the largest, are the same."""
 
 
 class Predicts(Protocol):

@@ -59,7 +59,7 @@ def read_archive(
                 header = json.loads(text)
             except ValueError:
                 header = None
-            if not isinstance(header, dict) or not isinstance(header.get("format"), int):
+            if not isinstance(header, dict) or type(header.get("format")) is not int or header["format"] < 1:
                 raise error(f"{path} has no format number in its header: it was not written by noisygrad")
             if header["format"] > newest:
                 raise error(

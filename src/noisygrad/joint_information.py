@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 _EXACT = 10_000
-"""Configurations are listed up to so many, the candidate's label included."""
+"""Configurations are listed up to this many, the candidate's label included."""
 _SAMPLED = 10_000
-"""Beyond, so many are sampled, the candidate's label (which is always summed over) included..."""
+"""Beyond, this many are sampled, the candidate's label (which is always summed over) included..."""
 _FEWEST_SAMPLED = 1000
-"""... but without it at least so many."""
+"""... but without it at least this many."""
 _LARGEST_ALPHABET = 1024
-"""A point with several labels may have so many combinations of them."""
+"""A point with several labels may have this many combinations of them."""
 _AT_ONCE = 1 << 20
 """How many numbers are worked on at a time, to bound memory and to skip points that have no chance."""
 _LEAST = -1e30

@@ -26,6 +26,9 @@ _ACTIVATIONS: dict[str, type[nn.Module]] = {
 }
 
 
+__all__ = ["MLP", "ReplicatedLinear", "ReplicatedMLP"]
+
+
 class MLP(nn.Module):
     """Fully connected layers with one activation between each two of them; without `hidden` layers a linear model.
 

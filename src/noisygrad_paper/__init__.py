@@ -1,4 +1,4 @@
-"""The reproduction of *Noisy Natural Gradient as Variational Inference*: data, baselines, experiments and the report.
+"""The reproduction of *Noisy Natural Gradient as Variational Inference*: data, baselines, experiments, report and demo.
 
-Its commands are `noisygrad reproduce`, `noisygrad report` and `noisygrad data`. The library does not know of it.
+Its commands are `noisygrad reproduce`, `report`, `data` and `demo`. The library does not know of it.
 """

@@ -173,3 +173,34 @@ def test_a_checkpoint_saves_what_it_would_save_without_the_check() -> None:
         output.sum().backward()
     expected = torch.autograd.grad(model(x).sum(), model[0].weight)
     torch.testing.assert_close(model[0].weight.grad, expected[0])
+
+
+class Clamped(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(-3.0, 3.0)
+
+
+class Rectified(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) + 100.0).relu()
+
+
+class Picky(nn.Linear):
+    """Cannot be called with parameters far from where they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(self.weight.detach().abs().max()) > 3.0:
+            raise RuntimeError("such weights are impossible")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Clamped, Rectified])
+def test_what_is_linear_here_alone_is_found(kind: type[nn.Linear]) -> None:
+    ng.register_layer(kind, like=nn.Linear)
+    with pytest.raises(ValueError, match=r"differs from autograd's"):
+        with_statistics(nn.Sequential(kind(3, 4)))
+
+
+def test_a_layer_is_not_refused_for_parameters_that_it_cannot_have() -> None:
+    ng.register_layer(Picky, like=nn.Linear)
+    with_statistics(nn.Sequential(Picky(3, 4)))

@@ -21,12 +21,15 @@ FILE = Path(__file__).with_suffix(".txt")
 MODULES = (
     "noisygrad",
     "noisygrad.active",
+    "noisygrad.curvature",
     "noisygrad.exploration",
+    "noisygrad.families",
     "noisygrad.likelihoods",
     "noisygrad.metrics",
     "noisygrad.networks",
     "noisygrad.optim",
     "noisygrad.posterior",
+    "noisygrad.predictions",
     "noisygrad.training",
 )
 SPECIAL = {"__init__", "__call__"}

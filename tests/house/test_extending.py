@@ -227,6 +227,17 @@ def test_a_partition_that_forgets_or_repeats_layers(wrong: Any, message: str) ->
         ),
         (type("Odd", (diagonal.Diagonal,), {"name": "odd", "layout": 3})(), TypeError, "layout = 3; it may be matrix"),
         (type("Nameless", (diagonal.Diagonal,), {"name": ""})(), TypeError, "Nameless has no name"),
+        (type("Odd", (diagonal.Diagonal,), {"name": "a/b c"})(), TypeError, "Odd has no name of letters"),
+        (
+            type("Odd", (diagonal.Diagonal,), {"name": "odd", "damping_modes": "exact"})(),
+            TypeError,
+            "damping_modes = 'exact'; it must be a tuple",
+        ),
+        (
+            type("Odd", (diagonal.Diagonal,), {"name": "odd", "measure": lambda self, units, passes: None})(),
+            TypeError,
+            "measure of the family 'odd' must take units, passes, current",
+        ),
     ],
 )
 def test_a_family_that_cannot_be_registered(family: object, error: type[Exception], message: str) -> None:

@@ -46,7 +46,7 @@ class BlockFactors:
         return found
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors, as they lie, by dotted names."""
+        """All tensors by dotted names; no copies."""
         return {f"{part}.{n}": tensor for part, r in self.records().items() for n, tensor in r.tensors().items()}
 
     def copy_(self, new: BlockFactors) -> None:

@@ -186,7 +186,7 @@ class Covariance:
         return factors is not None and factors.shared == (block.noise and dampings[block.group] == 0.0)
 
     def _factorise(self, block: Block, damping: float) -> BlockFactors:
-        """What there is to replace a block's factors, after its basis, if it has one, was made anew in place."""
+        """What there is to replace a block's factors, after its basis, if it has one, was rebuilt in place."""
         statistics, prior = self.statistics[block.name], self.priors[block.name]
         try:
             statistics.refresh_basis_(prior)
@@ -289,7 +289,7 @@ class Covariance:
 
     @property
     def _single_block(self) -> BlockFactors | None:
-        """The factors of the one block there is, if it takes the flat vector as it lies."""
+        """The factors of the one block there is, if it takes the flat vector unchanged."""
         only = self.blocks[0]
         return self.factors[only.name] if len(self.blocks) == 1 and only.is_flat and self._stacks is None else None
 
@@ -303,7 +303,7 @@ class Covariance:
     def sample(self, noise: Tensor) -> Tensor:
         """P^(−1/2) ε of every block, from `[..., *replicas, noise_size]` numbers; 0 where there is no noise.
 
-        Noise has no order, so it is taken as it lies: stacked blocks first.
+        Noise has no order, so it is taken as it comes: stacked blocks first.
         """
         if (only := self._single_block) is not None and only.sampler is not None:
             return only.sampler.sample(noise)

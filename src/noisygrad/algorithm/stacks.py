@@ -26,7 +26,7 @@ DEVICES = {"cuda"}
 ALIGNMENT = 8
 LARGE = 1024
 TOGETHER = 1 << 23
-"""Matrices of so many numbers are factorised together: it takes several times their memory."""
+"""Matrices of up to this many numbers are factorised together: it takes several times their memory."""
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Stacks:
         self._gather, self._scatter = (index.to(device) for index in self._indices(flat_size))
 
     def tensors(self) -> list[Tensor]:
-        """All factors, as they lie."""
+        """All factors; no copies."""
         return [tensor for stack in self.stacks for tensor in stack.factors.tensors().values()]
 
     def _stacked(self, blocks: list[Block], found: list[BlockFactors], prior: Prior) -> Stack:
@@ -184,7 +184,7 @@ def _together(records: Sequence[Record], lead: int) -> Record:
 
 
 def _stack(records: Sequence[Record], lead: int, padding: int, inputs: Mapping[str, tuple[int, ...]]) -> Record:
-    """The same with so many zeros after the inputs, which the dimensions `inputs` of each tensor count."""
+    """The same with `padding` zeros after the inputs, which the dimensions `inputs` of each tensor count."""
     changes: dict[str, Tensor] = {}
     named = records[0].tensors()
     for name, first in named.items():

@@ -19,6 +19,16 @@ Groups = Sequence[tuple[Mapping[str, Any], slice]]
 """The settings of each param group (`lr`, `momentum`), with its part of the flat vector."""
 
 
+def is_early(step: int, every: int) -> bool:
+    """Whether a step is one of 1, 2, 4, … below T_inv: the first factors grow old soon."""
+    return step < every and step.bit_count() == 1
+
+
+def refresh_due(step: int, every: int) -> bool:
+    """Whether factors are rebuilt in a step (1, 2, …): every T_inv, and early ones."""
+    return step % every == 0 or is_early(step, every)
+
+
 class NoisyNaturalGradient:
     """The posterior N(M, λ/N P⁻¹) that is fitted, and the parts of a step in their order.
 

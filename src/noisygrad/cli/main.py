@@ -1,21 +1,14 @@
-"""The command line: `noisygrad demo`, and the commands that other packages declare.
+"""The command line: what all commands share. The commands themselves are declared by packages.
 
 A package adds a command by an entry point of the group `noisygrad.commands`: a function with typer's annotations, or a
-`typer.Typer` for a group of commands. The paper's reproduction adds `data`, `report` and `reproduce` in this way.
+`typer.Typer` for a group of commands. The paper's reproduction adds `data`, `demo`, `report` and `reproduce` so.
 """
 
-import itertools
-import time
 import warnings
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-from noisygrad.cli.output import bar, interruptible, writable_file
 
 main = typer.Typer(
     name="noisygrad",
@@ -47,54 +40,6 @@ def options(
     usual = warnings.formatwarning
     warnings.formatwarning = lambda message, *args, **kwargs: f"Warning: {message}\n"
     context.call_on_close(lambda: setattr(warnings, "formatwarning", usual))
-
-
-@main.command()
-def demo(
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="PATH", callback=writable_file, help="Where to write the page.")
-    ] = Path("noisygrad-demo.html"),
-    seed: Annotated[
-        int,
-        typer.Option(metavar="N", min=0, max=2**32 - 1, help="Decides the splits, the initial weights and every draw."),
-    ] = 0,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A few epochs only: shows that all works, with poor numbers.")
-    ] = False,
-) -> None:
-    """Fit four posteriors and a point estimate to embedded data, and write a page about them.
-
-    Uses the diabetes (regression) and digits (classification) data that come with scikit-learn: nothing is downloaded.
-    Prints a table for each and writes one HTML page that needs no network. Takes about a minute on one core.
-    """
-    from noisygrad.cli.demo_fits import DATA, METHODS, DemoConfig, run
-    from noisygrad.cli.demo_page import demo_page, demo_table
-
-    start = time.perf_counter()
-    config = DemoConfig.quick(seed) if quick else DemoConfig(seed=seed)
-    description = TextColumn("{task.description:<32}")
-    with (
-        interruptible(output),
-        bar(SpinnerColumn(), description, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as progress,
-    ):
-        task = progress.add_task("", total=len(DATA) * len(METHODS) + 1)
-        begun = itertools.count()
-
-        def announce(data: str, method: str) -> None:
-            progress.update(task, completed=next(begun), description=f"{data}: fitting {method}")
-
-        found = run(config, announce)
-        progress.update(task, completed=next(begun), description="writing the page")
-        demo_page(found).write(output)
-    console = Console(highlight=False)
-    for data in DATA:
-        console.print()
-        console.print(demo_table(found, data).rich())
-    console.print()
-    if quick:
-        console.print("Quick trial: far too few epochs for good numbers.")
-    console.print(f"{time.perf_counter() - start:.0f} s in all. The page is in ", end="")
-    console.print(str(output), style="bold", soft_wrap=True, markup=False)
 
 
 def _add(point: EntryPoint) -> None:

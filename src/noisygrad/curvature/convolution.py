@@ -68,7 +68,7 @@ class PatchedPass(MatrixPass):
 
     @property
     def activations(self) -> Tensor:  # type: ignore[override]
-        """The patches of all examples, `[B, positions, channels · kernel]`; made anew at each access."""
+        """The patches of all examples, `[B, positions, channels · kernel]`; rebuilt at each access."""
         return patches(self._module, self._images)
 
     def carried(self) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Whether the per-example gradients of a user's layer are those that autograd finds: tried once for each module."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakSet
@@ -21,6 +21,9 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
 """Relative errors that rounding may explain, TF32 included."""
 COARSE_TOLERANCE = 0.1
 """The same where some of it is computed in a narrower type."""
+
+FAR = 1000.0
+"""The size of parameters that are far from where a network has them."""
 
 _VERIFIED: WeakSet[nn.Module] = WeakSet()
 
@@ -48,7 +51,9 @@ class LayerCall:
             raise TypeError(f"{self.title}: the first argument must be a tensor; got {type(first).__name__}")
         return first
 
-    def repeat(self, dim: int | None) -> tuple[list[tuple[Unit, Tensor]], list[dict[str, Tensor]], float]:
+    def repeat(
+        self, dim: int | None, far: bool = False
+    ) -> tuple[list[tuple[Unit, Tensor]], list[dict[str, Tensor]], float]:
         """The gradients of a call like this one, by the layer and by autograd, and how much they may differ.
 
         With `dim`, the dimension of the batch, of each of a few examples. With None summed over all: gradients are
@@ -59,7 +64,7 @@ class LayerCall:
         inputs = self.inputs(args, kwargs)
         device, size = inputs.device, 1 if dim is None else EXAMPLES
         generator = torch.Generator().manual_seed(0)
-        with _undisturbed(device), _copies(self.module, generator) as parameters:
+        with _undisturbed(device), _copies(self.module, generator, far) as parameters:
             output = self.forward(*args, **kwargs)
             starts, leaves = _starts(output, dim, generator), list(parameters.values())
             options: dict[str, Any] = {"retain_graph": True, "materialize_grads": True}
@@ -118,25 +123,19 @@ def verify(call: LayerCall) -> None:
 
     The call is repeated with a few of its examples, with copies of the parameters and buffers, so that nothing of the
     network changes. A weight is multiplied by random factors: one that happens to be 0 or 1 must not hide a mistake.
+    Then large random numbers take its place: what is linear in it is so everywhere, and a ReLU or a clamp is not.
 
     Raises:
         ValueError: they differ, which says that the layer is not what it was registered as.
     """
     if call.module in _VERIFIED or capturing():
         return
-    dim = len(call.units[0].replicas) + call.units[0].sequence_first
-    inputs = call.inputs(call.args, call.kwargs)
-    repeated = None
-    if inputs.dim() > dim + inputs.is_floating_point():
-        # A forward may want the whole batch, or have its batch elsewhere.
-        with suppress(Exception):
-            repeated = call.repeat(dim)
-    rows, by_autograd, tolerance = repeated or call.repeat(None)
     conclusive = True
-    for name, found, true in call.comparisons(rows, by_autograd):
+    checks = [(far, one) for far in (False, True) for one in _comparisons(call, far)]
+    for far, (name, found, true, tolerance) in checks:
         scale = torch.maximum(true.norm(), found.norm())
         if not bool(scale.isfinite()) or not bool(scale):
-            conclusive = False  # an input that is 0 everywhere, or not finite, shows nothing
+            conclusive = conclusive and far  # an input that is 0 everywhere, or not finite, shows nothing
             continue
         error = float((found - true).norm() / scale)
         if error > tolerance:
@@ -149,6 +148,24 @@ def verify(call: LayerCall) -> None:
             )
     if conclusive:
         _VERIFIED.add(call.module)
+
+
+def _comparisons(call: LayerCall, far: bool) -> Iterator[tuple[str, Tensor, Tensor, float]]:
+    """The name of each parameter, its gradient by the layer and by autograd, and how much these may differ."""
+    dim = len(call.units[0].replicas) + call.units[0].sequence_first
+    inputs = call.inputs(call.args, call.kwargs)
+    # A forward may want the whole batch, or have its batch elsewhere.
+    ways = (dim, None) if inputs.dim() > dim + inputs.is_floating_point() else (None,)
+    for way in ways:
+        try:
+            rows, by_autograd, tolerance = call.repeat(way, far)
+        except Exception:
+            if way is None and not far:  # far from where they were, parameters may be impossible
+                raise
+            continue
+        for name, found, true in call.comparisons(rows, by_autograd):
+            yield name, found, true, tolerance
+        return
 
 
 def _starts(output: Tensor, dim: int | None, generator: torch.Generator) -> list[Tensor]:
@@ -179,8 +196,11 @@ def _own_name(parameter: str, own: Mapping[str, Tensor]) -> str:
 
 
 @contextmanager
-def _copies(module: nn.Module, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
-    """Inside, the module has copies of its buffers, and of its parameters times random factors; yields the latter."""
+def _copies(module: nn.Module, generator: torch.Generator, far: bool) -> Iterator[dict[str, Tensor]]:
+    """Inside, the module has copies of its buffers, and of its parameters times random factors; yields the latter.
+
+    With `far` these are large numbers of their own.
+    """
     made: dict[str, Tensor] = {}
     kept = []
     for prefix, part in module.named_modules():
@@ -188,7 +208,8 @@ def _copies(module: nn.Module, generator: torch.Generator) -> Iterator[dict[str,
         for name, parameter in part._parameters.items():
             if parameter is not None and parameter.is_floating_point():
                 factors = torch.rand(parameter.shape, generator=generator).to(parameter).add_(0.5)
-                copied = part._parameters[name] = nn.Parameter(parameter.detach() * factors)
+                values = torch.randn(parameter.shape, generator=generator).to(parameter) * FAR
+                copied = part._parameters[name] = nn.Parameter(values if far else parameter.detach() * factors)
                 made[f"{prefix}.{name}" if prefix else name] = copied
         for name, buffer in part._buffers.items():
             part._buffers[name] = None if buffer is None else buffer.detach().clone()

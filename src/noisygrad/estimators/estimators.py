@@ -44,12 +44,12 @@ OPTIMIZERS: dict[str, type[NoisyOptimizer]] = {
 }
 _ELBO_SAMPLES = 10
 _LINEAR_TO = 3.0
-"""Features grow with the logarithm beyond so many standard deviations: a 1 in a column of 999 zeros lies 32 of them
+"""Features grow with the logarithm beyond this many standard deviations: a 1 in a column of 999 zeros lies 32 of them
 out, and no factorised Fisher knows that it was the only example to say anything of its weight."""
 _OUTPUTS_AT_ONCE = 1 << 22
 """How many outputs (weight samples × rows × outputs) are predicted at a time, to bound memory."""
 _CACHED_WEIGHTS = 1 << 24
-"""Weight samples are kept between predictions up to so many numbers."""
+"""Weight samples are kept between predictions up to this many numbers."""
 _MANY_THREADS_FROM = 1 << 23
 """Rows × weights from which on several threads predict faster than one."""
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 _LARGE_DENSE = 1000
-"""From so many weights on, the factorisation of a full covariance decides how many steps one can afford."""
+"""From this many weights on, the factorisation of a full covariance decides how many steps one can afford."""
 _SMALL = 20_000
-"""Up to so many weights a step's matrices are too small for several threads."""
+"""Up to this many weights a step's matrices are too small for several threads."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -172,7 +172,7 @@ class Statistics(TensorRecord, ABC):
         return {}
 
     def refresh_basis_(self, prior: Any) -> None:
-        """In place, before a factorisation: what is no average, and follows from the averages, is made anew."""
+        """In place, before a factorisation: what is no average, and follows from the averages, is rebuilt."""
 
     @torch.no_grad()
     def add_floor_(self, floor: float) -> None:

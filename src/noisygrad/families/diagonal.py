@@ -144,9 +144,9 @@ class Diagonal(Family):
         seen = [unit for unit in units if unit.name in passes]
         if not seen:
             return self.unmeasured(current)
-        on_cpu = next(iter(current.tensors().values())).device.type == "cpu"
         works = [partial(passes[unit.name].layout_squares, unit) for unit in seen]
-        found = run_in_threads(works, when=on_cpu and sum(unit.size for unit in units) >= LARGE)
+        device = next(iter(current.tensors().values())).device
+        found = run_in_threads(works, when=sum(unit.size for unit in units) >= LARGE, device=device)
         pieces = dict(zip([unit.name for unit in seen], found, strict=True))
         return Statistics(join_units(units, pieces).div_(passes[seen[0].name].examples))
 

@@ -141,7 +141,8 @@ def _eigenvectors(moment: Tensor, whitener: Tensor, diagonal: bool, old: Tensor 
     """Those of Wᵀ `moment` W; where eigenvalues are equal, the ones of the `old` basis.
 
     Directions that no example has shown have equal eigenvalues. Rounding would choose among their bases, and R, which
-    is measured in the one chosen, would differ from machine to machine.
+    is measured in the one chosen, would differ from machine to machine. Equal are those that differ by less than the
+    root of rounding (3e-4 in float32) times their mean: below that the old basis stays, in part.
     """
     if diagonal:
         whitened = whitener[..., :, None] * moment * whitener[..., None, :]
@@ -189,7 +190,7 @@ def _check(spectrum: Tensor, left: Tensor, right: Tensor, damping: float) -> Non
 
 
 class Eigen(kronecker.Kronecker):
-    """Blocks as of the Kronecker family, each with a basis of its own."""
+    """The blocks of the Kronecker family, each with an eigenbasis of its own."""
 
     name: ClassVar[str] = "eigen"
     reads: ClassVar[Reads] = "basis"

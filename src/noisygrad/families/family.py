@@ -7,6 +7,7 @@ has: it asks the family. The tensor algebra of a family is in its records (`fami
 from __future__ import annotations
 
 import inspect
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -143,13 +144,27 @@ def register_family(family: Family) -> Family:
         raise TypeError(f"register_family takes an object, and was given the class {family.__name__}: {advice}")
     if not isinstance(family, Family):
         raise TypeError(f"a family is an object of a subclass of Family, not a {type(family).__name__}")
-    if not isinstance(getattr(family, "name", None), str) or not family.name:
-        raise TypeError(f'the family {type(family).__name__} has no name: give the class `name = "..."`')
+    if not isinstance(getattr(family, "name", None), str) or not re.fullmatch(r"[\w-]+", family.name):
+        raise TypeError(
+            f"the family {type(family).__name__} has no name of letters, digits and dashes: give the class "
+            '`name = "..."`'
+        )
     for part, known in (("layout", get_args(Layout)), ("reads", get_args(Reads))):
         if getattr(family, part) not in known:
             raise TypeError(
                 f"the family {family.name!r} has {part} = {getattr(family, part)!r}; it may be {', '.join(known)}"
             )
+    for part in ("damping_modes", "traceable_modes"):
+        if not isinstance(found := getattr(family, part), tuple) or not set(found) <= set(get_args(DampingMode)):
+            raise TypeError(f"the family {family.name!r} has {part} = {found!r}; it must be a tuple of damping modes")
+    for method in sorted(Family.__abstractmethods__):
+        arguments = list(inspect.signature(getattr(Family, method)).parameters)[1:]
+        try:
+            inspect.signature(getattr(family, method)).bind(*arguments)
+        except TypeError as error:
+            raise TypeError(
+                f"{method} of the family {family.name!r} must take {', '.join(arguments)}; {error}"
+            ) from None
     if family.name in FAMILIES:
         raise ValueError(f"there is a family {family.name!r} already ({type(FAMILIES[family.name]).__name__})")
     FAMILIES[family.name] = family

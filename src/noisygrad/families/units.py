@@ -174,7 +174,7 @@ class Span:
 
     @cached_property
     def is_flat(self) -> bool:
-        """Whether `vector` is its part of the flat vector as it lies."""
+        """Whether `vector` is a plain slice of the flat vector."""
         plain = all(len(unit.slots) == 1 and not unit.has_custom_layout for unit in self.units)
         return self.num_groups == 1 and (not self.by_matrix or (plain and len(self.units) == 1))
 

@@ -35,12 +35,16 @@ def one_thread(when: bool = True) -> Iterator[None]:
             torch.set_num_threads(threads)
 
 
-def run_in_threads(works: Sequence[Callable[[], Made]], *, when: bool = True) -> list[Made]:
+def run_in_threads(
+    works: Sequence[Callable[[], Made]], *, when: bool = True, device: torch.device | None = None
+) -> list[Made]:
     """The results of independent pieces of work without gradients, as many at a time as torch has threads.
 
     Each runs on one thread; the caller's thread takes part. Otherwise every small operation would be divided among the
-    cores and waited for, which on a busy machine costs more than the work. Without `when`, one after the other.
+    cores and waited for, which on a busy machine costs more than the work. Without `when`, and on a `device` that is no
+    CPU, one after the other.
     """
+    when = when and (device is None or device.type == "cpu")
     # Asked in this order, because a step that is compiled cannot ask for the number of threads.
     if not when or len(works) < 2 or (threads := torch.get_num_threads()) == 1:
         return [work() for work in works]

@@ -1,5 +1,6 @@
 """`torch.optim` optimisers that fit a posterior: noisy Adam, noisy K-FAC, block-tridiagonal and full covariance."""
 
+from noisygrad.algorithm.step import HeavyBall, Momentum, register_momentum_mode
 from noisygrad.optim.captured import CapturedStep
 from noisygrad.optim.finite import NonFiniteError
 from noisygrad.optim.optimizer import NoisyOptimizer
@@ -7,6 +8,8 @@ from noisygrad.optim.optimizers import NoisyAdam, NoisyBlockTridiagonal, NoisyEK
 
 __all__ = [
     "CapturedStep",
+    "HeavyBall",
+    "Momentum",
     "NoisyAdam",
     "NoisyBlockTridiagonal",
     "NoisyEKFAC",
@@ -14,4 +17,5 @@ __all__ = [
     "NoisyKFAC",
     "NoisyOptimizer",
     "NonFiniteError",
+    "register_momentum_mode",
 ]

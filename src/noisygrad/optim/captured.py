@@ -64,7 +64,7 @@ class CapturedStep:
         return update.scalars.loss
 
     def _must_look(self) -> bool:
-        """Whether this refresh waits for the GPU: all of matrices, one in so many of diagonals."""
+        """Whether this refresh waits for the GPU: every one of matrices, one in a hundred of diagonals."""
         self._refreshes += 1
         return self._optimizer.structure.family.factors_wait or self._refreshes % _LOOK_EVERY == 1
 

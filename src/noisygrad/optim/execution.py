@@ -63,7 +63,7 @@ class DirectExecutor(Executor):
     deferred: ClassVar[bool] = False
 
     def run(self, name: str, key: Hashable, work: Work) -> None:
-        """Do it."""
+        """Run it at once."""
         del name, key
         work()
 

@@ -45,7 +45,7 @@ class Accumulated:
     examples: float = 0.0
     """How many examples they stand for."""
     units: set[str] = field(default_factory=set)
-    """Those that some statistics are of."""
+    """The names of those that were measured."""
     known_finite: bool = True
     """Whether all statistics were looked at and are finite; a GPU is not waited for."""
     traces: list[FiniteTrace] = field(default_factory=list)

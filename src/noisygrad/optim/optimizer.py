@@ -43,20 +43,20 @@ class NoisyOptimizer(torch.optim.Optimizer):
         likelihood: what its outputs mean; its noise, where it has any, is learned along.
         num_data: N, the size of the training set.
         lr: α̃, the step size of the mean; a tensor follows a captured graph.
-        kl_weight: λ; 1 is Bayes, below 1 a sharper posterior.
+        kl_weight: λ; 1 is the Bayesian posterior; smaller is narrower.
         prior_variance: η, for all weights (1 by default) or by patterns of parameter names; inf for no prior.
         prior: `posterior.as_prior()` of an earlier fit, in place of `prior_variance`.
         damping: γ_ex, added to the Fisher for the step only.
-        damping_mode: how a Kronecker block adds the prior: "factored" (eq. 11) or "exact" (eigenbasis, dearer).
+        damping_mode: how a Kronecker block adds the prior: "factored" (eq. 11) or "exact" (eigenbasis, slower).
         fisher_decay: 1 − β̃, or a function from the step to it.
-        fisher_floor: added to the diagonal of the Fisher, as measured: bounds the noise of a network that is sure.
+        fisher_floor: added to the diagonal of the Fisher, as measured: bounds the noise where the Fisher vanishes.
         fisher_start: what becomes of the identity that the Fisher starts from: "forgotten" as soon as there are
             statistics, or "fading" as `fisher_decay` lets it, which gives a deep network a gentle start.
         momentum: decay of the moving average of gradients, or of the velocity.
         momentum_mode: "average" (before preconditioning, bias-corrected) or "heavy_ball" (after clipping).
         stats_every: T_stats, steps between statistics; None for the family's own default.
         factor_every: T_inv, steps between factorisations; None for the family's own default.
-        stats_batch: statistics from at most so many examples of a batch (its first); None for all.
+        stats_batch: statistics from at most this many examples of a batch (its first); None for all.
         kl_clip: c of the trust region, or a function from the step to it; None for none.
         mc_samples: weight samples of `step(closure)`.
         noise: False gives the point-estimate method (K-FAC, natural Adam) with γ_in as weight decay.

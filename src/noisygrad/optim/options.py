@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from noisygrad.algorithm.fisher import FisherStart
-from noisygrad.algorithm.step import MOMENTUM_MODES
+from noisygrad.algorithm.step import MOMENTUM_MODES, is_early, refresh_due
 from noisygrad.curvature.fisher import FisherKind
 from noisygrad.families import family_named
 from noisygrad.families.base import DampingMode
@@ -41,7 +41,7 @@ class Options:
     factor_every: int
     """T_inv"""
     stats_batch: int | None = None
-    """Statistics from at most so many examples of a batch."""
+    """Statistics from at most this many examples of a batch."""
     kl_clip: Schedule | None
     """c, the trust region"""
     mc_samples: int
@@ -85,15 +85,12 @@ class Options:
         return positive("kl_clip", self.kl_clip(step) if callable(self.kl_clip) else self.kl_clip)
 
     def stats_due(self, step: int) -> bool:
-        """Whether this step takes statistics: every T_stats, and at 1, 2, 4, … below T_inv."""
-        return step % self.stats_every == 0 or self._early(step)
+        """Whether this step takes statistics: every T_stats, and with the early factors."""
+        return step % self.stats_every == 0 or is_early(step, self.factor_every)
 
     def factors_due(self, step: int) -> bool:
         """Whether this step refreshes the factors: every T_inv, and at 1, 2, 4, … below it."""
-        return step % self.factor_every == 0 or self._early(step)
-
-    def _early(self, step: int) -> bool:
-        return step < self.factor_every and step & (step - 1) == 0
+        return refresh_due(step, self.factor_every)
 
 
 def positive(name: str, value: float) -> float:
@@ -138,9 +135,9 @@ def check_arguments(
         raise TypeError(f"prior must come from posterior.as_prior(); got {type(prior).__name__}")
     if damping_mode not in (modes := family_named(family).damping_modes):
         raise ValueError(
-            f"damping_mode={damping_mode!r} is not for the {family} family, which has {', '.join(modes)}. Exact "
-            "damping is for the Kronecker blocks of NoisyKFAC; other families are always damped exactly, but for a "
-            "chain of layers (NoisyBlockTridiagonal), which cannot be"
+            f"damping_mode={damping_mode!r} is not for the {family} family, which has {', '.join(modes)}. Only "
+            "NoisyKFAC has the choice: leave the argument out. Diagonal, eigenvalue-corrected and full posteriors are "
+            "always damped exactly, a chain of layers (NoisyBlockTridiagonal) never"
         )
     if family_named(family).proper_prior and prior is None and is_improper(prior_variance):
         raise ValueError(f"the {family} family needs a finite prior_variance: its basis is relative to the prior")

@@ -122,8 +122,8 @@ class OptimizerState:
                 f"this is not the state of a noisygrad optimiser: {', '.join(sorted(missing))} missing. A tool that "
                 "keeps only `state` and `param_groups` loses what resuming needs: save optimizer.state_dict() whole"
             )
-        if state["format"] > FORMAT:
-            raise ValueError(f"the state has format {state['format']}, this noisygrad reads up to {FORMAT}: upgrade it")
+        if state["format"] != FORMAT:
+            raise ValueError(f"the state has format {state['format']!r}, this noisygrad reads {FORMAT}: upgrade it")
         family = self.structure.family.name
         if state["family"] != family:
             raise ValueError(

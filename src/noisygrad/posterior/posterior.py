@@ -65,7 +65,7 @@ class Posterior:
 
     @property
     def family(self) -> str:
-        """The name of the covariance family: "diagonal", "kronecker", "tridiagonal", "full" or another one."""
+        """The name of the covariance family: "diagonal", "kronecker", "eigen", "tridiagonal", "full" or your own."""
         return self.structure.family.name
 
     @cached_property
@@ -180,9 +180,9 @@ class Posterior:
     def as_prior(self) -> FittedPrior:
         """The prior of the next fit: `NoisyKFAC(..., prior=posterior.as_prior())`.
 
-        The precision is kept in the structure that the family can have as a prior: under exact damping a Kronecker
-        block is brought to the nearest Kronecker product (its `Precision.as_prior`). Blocks without noise keep the
-        prior they had.
+        The precision is kept in the structure that the family can have as a prior. Blocks of `NoisyEKFAC`, and of
+        `NoisyKFAC` under exact damping, are approximated by a Kronecker product (`Precision.as_prior`), others are kept
+        unchanged. Blocks without noise keep the prior they had.
         """
         scale = self.num_data / self.kl_weight
         fitted = {block.name: precision.as_prior().scaled(scale) for block, precision in self._precisions}

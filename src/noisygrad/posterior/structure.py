@@ -180,7 +180,7 @@ def _check_partition(family: Family, units: Sequence[Unit], blocks: Sequence[Blo
 
 
 def _as_it_lies(unit: Unit, own: Mapping[str, nn.Parameter]) -> Unit:
-    """The unit with its parameters as they lie: those with a row for each of its rows that fill their memory."""
+    """The unit in the memory order of its parameters: those with a row for each of its rows that fill their memory."""
     if unit.kind != "matrix" or any(slot.rows is not None for slot in unit.slots):
         return unit
     slots = []

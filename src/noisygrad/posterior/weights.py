@@ -38,7 +38,7 @@ class ParameterViews:
         self.current()
 
     def current(self) -> list[Tensor]:
-        """The views, made anew if a parameter's storage was replaced (`model.to`, `p.data = …`) since."""
+        """The views, rebuilt if a parameter's storage was replaced (`model.to`, `p.data = …`) since."""
         storages = [parameter.data_ptr() for _, parameter in self._parts]
         if storages != self._storages:
             self._storages = storages
@@ -62,7 +62,7 @@ class ParameterViews:
         return self._staging[key]
 
     def __getstate__(self) -> dict[str, object]:
-        """Without the staging, which is made anew where it is needed."""
+        """Without the staging, which is rebuilt where it is needed."""
         return {**vars(self), "_staging": {}}
 
 

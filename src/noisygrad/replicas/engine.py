@@ -28,7 +28,7 @@ OnEpoch = Callable[[int], None]
 _NOISE_AHEAD = 1 << 19
 """So many random numbers of a replica are drawn at a time. It must not depend on the number of replicas."""
 _WORTH_COMPILING = {"cpu": 5000, "cuda": 100_000}
-"""From so many steps on, a compiled step pays for its compilation."""
+"""From this many steps on, a compiled step pays for its compilation."""
 _CHECKS = 2
 """So many runs of compiled work are compared with the same work uncompiled: what the first writes, the second reads."""
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from noisygrad.algorithm.step import refresh_due
 from noisygrad.predictions import RegressionPrediction
 
 
@@ -50,8 +51,7 @@ class Learner(ABC):
 
     def refresh_due(self, step: int) -> bool:
         """Whether `refresh_` is due in a step (1, 2, …): see `refresh_every`."""
-        every = self.refresh_every
-        return every > 0 and (step % every == 0 or (step < every and step.bit_count() == 1))
+        return self.refresh_every > 0 and refresh_due(step, self.refresh_every)
 
     def refresh_(self) -> None:
         """Recompute what several steps share, in place; where it is due, between `step_` and `move_`."""

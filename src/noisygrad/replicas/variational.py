@@ -13,7 +13,7 @@ from noisygrad.replicas.learner import Learner
 from noisygrad.replicas.perceptrons import Perceptrons
 
 _AT_ONCE = 1 << 24
-"""Up to so many hidden units are evaluated at a time when predicting."""
+"""Up to this many hidden units are evaluated at a time when predicting."""
 
 
 class VariationalLearner(Learner):
@@ -97,7 +97,7 @@ class VariationalLearner(Learner):
 
     @torch.no_grad()
     def predict(self, x: Tensor, num_samples: int, generators: Sequence[torch.Generator]) -> RegressionPrediction:
-        """As of every learner."""
+        """The predictive distribution of the targets; see `Learner.predict`."""
         return self.likelihood.predictive(self.outputs(x, self.draws(num_samples, generators)))
 
     @torch.no_grad()

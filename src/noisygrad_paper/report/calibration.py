@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from noisygrad.pages.tables import Column, Table
 from noisygrad.plots import ReliabilityBins, reliability_of_bins
 from noisygrad_paper.experiments.cells import Cell
 from noisygrad_paper.experiments.configurations import CONFIGURATIONS, full_name, heading, parts
+from noisygrad_paper.pages.tables import Column, Table
 from noisygrad_paper.report.comparison import ACCURACY, BRIER, ECE, NLL, Metric
 from noisygrad_paper.report.figures import Curve, Panel, curve_panels, method_colour
 from noisygrad_paper.report.page import ReportPage

@@ -5,9 +5,9 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
-from noisygrad.pages.tables import Column, Table
 from noisygrad_paper.experiments.cells import Cell, Results
 from noisygrad_paper.experiments.configurations import CONFIGURATIONS, full_name, heading, parts
+from noisygrad_paper.pages.tables import Column, Table
 from noisygrad_paper.report import paper
 from noisygrad_paper.report.calibration import (
     add_corruption,

@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-from noisygrad.pages.tables import Column, Table
 from noisygrad_paper.experiments.cells import Results
+from noisygrad_paper.pages.tables import Column, Table
 from noisygrad_paper.report.figures import Curve, training_curves
 from noisygrad_paper.report.page import ReportPage
 from noisygrad_paper.report.provenance import add_failures, add_provenance

@@ -9,10 +9,10 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from scipy import stats
 
-from noisygrad.pages.tables import Cell as Value
-from noisygrad.pages.tables import Column, Table
 from noisygrad_paper.experiments import exploration_conditions as conditions
 from noisygrad_paper.experiments.cells import Cell, Results
+from noisygrad_paper.pages.tables import Cell as Value
+from noisygrad_paper.pages.tables import Column, Table
 from noisygrad_paper.report.figures import quartile_panels
 from noisygrad_paper.report.page import ReportPage
 from noisygrad_paper.report.provenance import add_failures, add_gaps, add_provenance, wall_time_table

@@ -3,7 +3,7 @@
 import html
 from collections.abc import Sequence
 
-from noisygrad.pages.tables import Table
+from noisygrad_paper.pages.tables import Table
 
 
 def markdown(table: Table) -> str:

@@ -4,8 +4,8 @@ import html
 from collections.abc import Iterable, Mapping
 from typing import ClassVar, Self
 
-from noisygrad.pages.page import Page
-from noisygrad.pages.stylesheet import CSS
+from noisygrad_paper.pages.page import Page
+from noisygrad_paper.pages.stylesheet import CSS
 
 _CSS = """
 :root {

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from noisygrad.pages.tables import Column, Table
 from noisygrad_paper.experiments.cells import Cell, flat
+from noisygrad_paper.pages.tables import Column, Table
 from noisygrad_paper.report.page import ReportPage
 from noisygrad_paper.report.study import Study
 

@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from noisygrad.pages.tables import Column, Table
 from noisygrad_paper.experiments.cells import Results
+from noisygrad_paper.pages.tables import Column, Table
 from noisygrad_paper.report import paper
 from noisygrad_paper.report.comparison import ELBO, LOG_LIKELIHOOD, RMSE, Metric, signed
 from noisygrad_paper.report.comparison_table import ComparisonTable

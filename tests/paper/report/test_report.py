@@ -9,8 +9,8 @@ import pytest
 import rich.console
 
 from noisygrad import plots
-from noisygrad.pages.tables import Column, Table
 from noisygrad.palette import INK, ON_DARK
+from noisygrad_paper.pages.tables import Column, Table
 from noisygrad_paper.report.comparison_table import ComparisonTable, Entry
 from noisygrad_paper.report.markdown import markdown
 from noisygrad_paper.report.page import ReportPage

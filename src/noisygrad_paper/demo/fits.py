@@ -2,7 +2,7 @@
 
 Diabetes (regression) and digits (classification), with the estimators' defaults but for the sizes of the networks. One
 split and one training each: an illustration, not a benchmark. `run` takes about a minute; its page is made by
-`noisygrad.cli.demo_page`.
+`noisygrad_paper.demo.page`.
 """
 
 import time

@@ -8,9 +8,9 @@ import torch
 from typer.testing import CliRunner
 
 from noisygrad import __version__
-from noisygrad.cli import demo_fits as demo
-from noisygrad.cli.demo_fits import FAMILIES, METHODS, DemoConfig
 from noisygrad.cli.main import main
+from noisygrad_paper.demo import fits as demo
+from noisygrad_paper.demo.fits import FAMILIES, METHODS, DemoConfig
 from support.pages import check_stands_alone
 
 runner = CliRunner()

@@ -11,8 +11,8 @@ from typing import ClassVar, Protocol, Self
 from matplotlib.figure import Figure
 
 from noisygrad.archive import write_atomically
-from noisygrad.pages.images import picture
-from noisygrad.pages.stylesheet import CSS
+from noisygrad_paper.pages.images import picture
+from noisygrad_paper.pages.stylesheet import CSS
 
 _DOCUMENT = Template("""<!DOCTYPE html>
 <html lang="en">

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 
 from noisygrad import plots
-from noisygrad.cli.demo_fits import FAMILIES, HIDDEN, TEST_SHARE, DataName, Demo, DemoFit
-from noisygrad.pages.page import Page
-from noisygrad.pages.tables import Cell, Column, Table
 from noisygrad.predictions import RegressionPrediction
 from noisygrad.versions import versions
+from noisygrad_paper.demo.fits import FAMILIES, HIDDEN, TEST_SHARE, DataName, Demo, DemoFit
+from noisygrad_paper.pages.page import Page
+from noisygrad_paper.pages.tables import Cell, Column, Table
 
 _COMMON = (
     Column(key="kl", header="KL", unit="nats", digits=0),
