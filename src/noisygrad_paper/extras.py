@@ -13,7 +13,14 @@ def require(what: str, *packages: str, extra: str = "paper") -> None:
     Raises:
         ModuleNotFoundError: Some are not; the message names them and the command that installs the `extra` with them.
     """
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    missing = [name for name in packages if not _installed(name)]
     if missing:
         notes = "".join(f" ({_WHEELS[name]})" for name in missing if name in _WHEELS)
         raise ModuleNotFoundError(f"{what} needs {', '.join(missing)}: {INSTALL.format(extra)}{notes}", name=missing[0])
+
+
+def _installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from noisygrad.distributed import processes
 from noisygrad.likelihoods import Categorical
 from noisygrad.optim import CapturedStep, NoisyAdam, NoisyKFAC
-from noisygrad.optim.execution import GraphCache
+from noisygrad.optim.execution import executor_for
 from noisygrad.optim.options import fraction, positive
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
@@ -238,7 +238,7 @@ def _replayed(
     """A step that is replayed on a GPU, and recorded anew when its learning rate or the model's mode changes."""
     device = next(model.parameters()).device
     # The messages between processes are not recorded.
-    replays = GraphCache(device if processes().size == 1 else torch.device("cpu"), generators)
+    replays = executor_for(device if processes().size == 1 else torch.device("cpu"), generators)
     loss = torch.zeros((), device=device)
 
     def work() -> None:
