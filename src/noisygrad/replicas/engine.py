@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType
 from typing import Literal, Self
 
 import numpy as np
@@ -180,10 +181,6 @@ class _Stepper:
     """One step, its parts compiled or captured as asked; a refresh that cannot be traced stays as it is."""
 
     def __init__(self, engine: _Engine, how: Execution) -> None:
-        if how == "compiled":
-            # Every training compiles the same functions anew, and there is a limit to how often that may happen.
-            torch.compiler.reset()
-
         def prepared(*pieces: Callable[[], None]) -> Callable[[], None]:
             def work() -> None:
                 for piece in pieces:
@@ -197,7 +194,8 @@ class _Stepper:
         def built(piece: Callable[[], None]) -> Callable[[], None]:
             if how != "compiled":
                 return piece
-            whole = torch.compile(piece, fullgraph=True, dynamic=False, options=engine.learner.compile_options)
+            options = {**(engine.learner.compile_options or {}), "guard_filter_fn": _no_guards}
+            whole = torch.compile(_with_own_code(piece), fullgraph=True, dynamic=False, options=options)
             return _CompiledOrPlain(whole, piece, dict(_tensors_in(vars(engine.learner))))
 
         learner = engine.learner
@@ -217,6 +215,20 @@ class _Stepper:
         if refresh:
             self._refresh()
         self._move()
+
+
+def _no_guards(entries: Sequence[object]) -> list[bool]:
+    """None of what compiled code checks before it runs is checked: nothing of it changes in a training."""
+    return [False] * len(entries)
+
+
+def _with_own_code(piece: Callable[[], None]) -> Callable[[], None]:
+    """The same work in a code object of its own: compiled code is kept by these, and this is for one training alone."""
+
+    def work() -> None:
+        piece()
+
+    return FunctionType(work.__code__.replace(), work.__globals__, closure=work.__closure__)
 
 
 class _CompiledOrPlain:

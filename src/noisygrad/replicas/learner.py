@@ -46,7 +46,8 @@ class Learner(ABC):
     def step_(self, x: Tensor, y: Tensor, noise: Mapping[str, Tensor]) -> None:
         """One step on a batch, in place: x `[R, B, inputs]`, y `[R, B, outputs]`, noise `[R, *shape]` by name.
 
-        No host synchronisation, no random numbers, no branch on a value; the state's tensors stay where they are.
+        No host synchronisation, no random numbers, no branch on a value; the state's tensors stay where they are, and
+        what is no tensor does not change in a training.
         """
 
     def refresh_due(self, step: int) -> bool:
