@@ -59,7 +59,7 @@ def page(picture: Path) -> str:
     grown = ROOT / "results" / "scaling-h200.json"
     if grown.exists():
         parts.append(growth(grown, picture))
-    return "".join([*parts, replicas()])
+    return "".join([*parts, replicas(), against()])
 
 
 def replicas() -> str:
@@ -77,6 +77,20 @@ def replicas() -> str:
         + "\n".join(rows)
         + f"\n\nOn one H200, `{run['command']}` finished its {run['cells']} cells, {run['data_sets']}, in "
         f"{run['seconds'] / 60:.1f} minutes ({run['device']}).\n"
+    )
+
+
+def against() -> str:
+    """This code beside version 0.1, as `benchmarks/against.py` found it."""
+    record = json.loads((ROOT / "results" / "against-0.1-cpu.json").read_text())
+    rows = ["| | 0.1 | now | ratio |", "|---|---|---|---|"]
+    for name, row in record["figures"].items():
+        rows.append(f"| {name} | {row['there']:.2f} | {row['here']:.2f} | {row['ratio']:.2f} |")
+    return (
+        f"\n## Beside version 0.1\n\nMedians of runs in turns with the last commit of version 0.1 ({record['commit']}), on "
+        f"{record['device']}: {' and '.join(f'`{command}`' for command in record['commands'])}; {record['note']}. What torch "
+        "allocates in steps of NoisyKFAC on VGG16 is the same to the byte, before and after; resident memory differs by how "
+        "the C library cuts it up.\n\n" + "\n".join(rows) + "\n"
     )
 
 
