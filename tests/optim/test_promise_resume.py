@@ -177,7 +177,15 @@ def test_groups_of_equal_size_in_another_order_are_refused():
     assert_unchanged(before, one)
 
 
-@pytest.mark.parametrize("spoil", [lambda s: s.pop("state"), lambda s: s.update(format=99), lambda s: s.clear()])
+SPOILT = {
+    "without tensors": lambda s: s.pop("state"),
+    "empty": lambda s: s.clear(),
+    "without a learning rate": lambda s: s["param_groups"][0].pop("lr"),
+    **{f"format {value!r}": lambda s, value=value: s.update(format=value) for value in (99, 3, 0, None, "4", True)},
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
 def test_what_is_not_a_state_is_refused(spoil):
     optimizer = make(ng.NoisyAdam, mlp())
     state, before = optimizer.state_dict(), snapshot(optimizer)

@@ -35,6 +35,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], Callable[[], nn.Module], str
     "random bytes": (lambda p: p.write_bytes(bytes(range(256)) * 9), mlp, "not a safetensors file"),
     "another file": (lambda p: safetensors.torch.save_file({"a": torch.ones(2)}, p), mlp, "not a noisygrad posterior"),
     "newer": (lambda p: spoilt(p, lambda header, _: header.update(format=99)), mlp, "format 99.*upgrade"),
+    "format 0": (lambda p: spoilt(p, lambda header, _: header.update(format=0)), mlp, "no format number"),
+    "format True": (lambda p: spoilt(p, lambda header, _: header.update(format=True)), mlp, "no format number"),
     "another model": (
         lambda p: None,
         lambda: nn.Sequential(*list(mlp())[:-1], nn.Linear(3, 1)),

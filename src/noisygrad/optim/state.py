@@ -16,6 +16,7 @@ from torch import Tensor
 
 from noisygrad.families.base import TensorRecord
 from noisygrad.optim.draw import part_generators_
+from noisygrad.optim.options import GROUP_OPTIONS
 from noisygrad.optim.update import Update
 from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.prior import BlockPriors
@@ -73,6 +74,8 @@ class OptimizerState:
         order, theirs_numbers = self._order(param_groups), [list(group["params"]) for group in state["param_groups"]]
         if list(state["order"]) != order or theirs_numbers != _numbers(param_groups):
             raise ValueError("the state has other param groups, the same in another order, or is of another model")
+        if lost := {name for group in state["param_groups"] for name in GROUP_OPTIONS if name not in group}:
+            raise ValueError(f"the state's param groups lack {', '.join(sorted(lost))}: it is damaged")
         entries = self._entries()
         shapes = {name: shape for entry in entries for name, shape in entry.shapes().items()}
         theirs = {(order[int(number)], name): t for number, own in state["state"].items() for name, t in own.items()}
