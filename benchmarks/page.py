@@ -81,16 +81,16 @@ def replicas() -> str:
 
 
 def against() -> str:
-    """This code beside version 0.1, as `benchmarks/against.py` found it."""
+    """Version 0.1 and what came after it, as `benchmarks/against.py` found them."""
     record = json.loads((ROOT / "results" / "against-0.1-cpu.json").read_text())
     rows = ["| | 0.1 | now | ratio |", "|---|---|---|---|"]
     for name, row in record["figures"].items():
         rows.append(f"| {name} | {row['there']:.2f} | {row['here']:.2f} | {row['ratio']:.2f} |")
     return (
-        f"\n## Beside version 0.1\n\nMedians of runs in turns with the last commit of version 0.1 ({record['commit']}), on "
-        f"{record['device']}: {' and '.join(f'`{command}`' for command in record['commands'])}; {record['note']}. What torch "
-        "allocates in steps of NoisyKFAC on VGG16 is the same to the byte, before and after; resident memory differs by how "
-        "the C library cuts it up.\n\n" + "\n".join(rows) + "\n"
+        f"\n## Beside version 0.1\n\nMedians of runs in turns with the last commit of 0.1 ({record['commit']}), "
+        f"on {record['device']}: {' and '.join(f'`{command}`' for command in record['commands'])}; {record['note']}. "
+        "What torch allocates in steps of NoisyKFAC on VGG16 is the same to the byte before and after; resident memory "
+        "differs by how the C library cuts it up.\n\n" + "\n".join(rows) + "\n"
     )
 
 

@@ -227,10 +227,10 @@ def test_it_is_made_once_for_each_module_of_a_few_examples() -> None:
     ng.register_layer(Own, like=nn.Linear)
     model = nn.Sequential(Own(3, 4), nn.Tanh(), nn.Linear(4, 2))
     trained(model, torch.randn(8, 3), steps=3)
-    assert model[0].sizes == [8, 8, 2, 8, 8]
+    assert model[0].sizes == [8, 8, 2, 2, 8, 8]  # near its weights, and far from them
     other = copy.deepcopy(model)
     trained(other, torch.randn(8, 3))
-    assert other[0].sizes[5:] == [8, 8, 2, 8]
+    assert other[0].sizes[6:] == [8, 8, 2, 2, 8]
 
 
 def test_an_input_of_zeros_says_nothing() -> None:
@@ -272,7 +272,7 @@ def test_layers_that_need_the_whole_batch_get_it() -> None:
             return self.layer(x, 1.0, torch.ones(4), mask=torch.ones(8, 1))
 
     trained(model := Model(), x)
-    assert model.layer.sizes == [8, 8, 2, 8]
+    assert model.layer.sizes == [8, 8, 2, 2, 8]
 
 
 def test_examples_without_a_batch_and_other_orders() -> None:
@@ -308,14 +308,14 @@ def test_narrow_types_have_their_tolerance(monkeypatch: pytest.MonkeyPatch) -> N
     model, x = nn.Sequential(Own(3, 4)), torch.randn(6, 3)
     with Capture(find_units(model)[1]), torch.autocast("cpu", dtype=torch.bfloat16):
         model(x)
-    assert model[0].sizes == [6, 2]
+    assert model[0].sizes == [6, 2, 2]
     model = copy.deepcopy(model).bfloat16()
     with Capture(find_units(model)[1]):
         model(x.bfloat16())
-    assert model[0].sizes == [6, 2, 6, 2]
+    assert model[0].sizes == [6, 2, 2, 6, 2, 2]
     with Capture(find_units(model.float())[1]):
         model(x)
-    assert model[0].sizes == [6, 2, 6, 2, 6]
+    assert model[0].sizes == [6, 2, 2, 6, 2, 2, 6]
 
 
 def test_a_factor_that_is_1_where_it_starts_is_found() -> None:

@@ -224,7 +224,7 @@ def test_a_target_or_an_output_that_is_no_tensor_is_named(form: str, target: Any
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not ng.NoisyKFAC])
 def test_exact_damping_is_for_kronecker_blocks(kind: type) -> None:
-    with pytest.raises(ValueError, match="Kronecker blocks of NoisyKFAC"):
+    with pytest.raises(ValueError, match="Only NoisyKFAC has the choice"):
         kind(net(), ng.Gaussian(), num_data=10, damping_mode="exact")
 
 
