@@ -196,7 +196,7 @@ def _check_prediction(prediction: Prediction, size: int) -> float:
             "it has no variance to choose by"
         )
     mean, variance = prediction.mean, prediction.epistemic
-    if bad := _bad_rows(mean + variance):
+    if bad := _bad_rows(mean) or _bad_rows(variance):
         raise ValueError(f"the prediction of row {bad[0]} is not finite: check the network")
     precision = torch.finfo(mean.dtype).eps
     if float(variance.max().sqrt()) <= 4 * precision * float(mean.abs().max()):

@@ -10,7 +10,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import noisygrad as ng
-from noisygrad.curvature import Batch, ElementwisePass, Layer, MatrixPass, Pass, Slot, Unit, arrange
+from noisygrad.curvature import (
+    Batch,
+    ElementwisePass,
+    Layer,
+    MatrixPass,
+    Pass,
+    Slot,
+    Unit,
+    arrange,
+    linear_units,
+    observe_linear,
+)
 from noisygrad.curvature.capture import Capture
 from noisygrad.curvature.network import find_units
 from noisygrad.curvature.registry import REGISTRY
@@ -204,3 +215,24 @@ def test_what_is_linear_here_alone_is_found(kind: type[nn.Linear]) -> None:
 def test_a_layer_is_not_refused_for_parameters_that_it_cannot_have() -> None:
     ng.register_layer(Picky, like=nn.Linear)
     with_statistics(nn.Sequential(Picky(3, 4)))
+
+
+class Squashed(nn.Linear):
+    """Saturates far from its weights, where its gradients are all rounding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh()
+
+
+def observe_squashed(unit, module, inputs, gradient, batch):
+    slope = 1.0 / torch.cosh(nn.functional.linear(inputs, module.weight, module.bias)).square()
+    return observe_linear(unit, module, inputs, gradient * slope, batch)
+
+
+@pytest.mark.parametrize("size", [2, 5, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_layer_that_saturates_far_away_is_right(size: int, dtype: torch.dtype) -> None:
+    ng.register_layer(Squashed, Layer(linear_units, observe_squashed))
+    model = nn.Sequential(Squashed(size, 4)).to(dtype)
+    with Capture(find_units(model)[1]):
+        model(torch.randn(5, size, dtype=dtype))

@@ -200,3 +200,19 @@ else:
 
 def test_a_notebooks_cell_may_be_run_again() -> None:
     subprocess.run([sys.executable, "-c", NOTEBOOK], check=True, timeout=120)
+
+
+class FromElsewhere(LogNormal):
+    """Made of its config by a function of its own, which knows what the config leaves out."""
+
+    def config(self) -> dict[str, Any]:
+        return {"w": self.width}
+
+    @staticmethod
+    def from_config(config: dict[str, Any]) -> FromElsewhere:
+        return FromElsewhere(config["w"])
+
+
+def test_a_from_config_of_its_own_may_be_a_function() -> None:
+    ng.register_likelihood(FromElsewhere)
+    check_saveable(FromElsewhere(0.7))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import noisygrad as ng
+from noisygrad.optim.measurement import Accumulated
 from support.compare import (
     assert_nothing_pending,
     assert_unchanged,
@@ -332,3 +333,13 @@ def test_two_heads_of_one_forward_pass_are_refused(kind):
     with optimizer.sampled() as draw:
         (draw.nll(model(x)[0], y) + draw.nll(model(x)[1], y)).backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("examples", "mask", "expected"), [(0.0, None, 0), (3.0, None, 1), (3.0, 0.0, 0), (3.0, 1.0, 1)]
+)
+def test_statistics_of_no_example_of_any_rank_change_nothing(examples, mask, expected):
+    found = Accumulated(examples=torch.tensor(examples))
+    assert found.used_by_ranks(None if mask is None else torch.tensor(mask)) == expected
+    alone = Accumulated(examples=examples)
+    assert alone.used_by_ranks(None) is None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributions import MultivariateNormal, kl_divergence
 
 import noisygrad as ng
@@ -252,3 +253,27 @@ def test_frozen_parameters_come_back_too(tmp_path: Path) -> None:
     x = normal(3, 2)
     first, second = (p.outputs(x, 2, generator=generator()) for p in (posterior, loaded))
     assert torch.equal(first, second)
+
+
+class Merging(torch.nn.Linear):
+    """Does something of its own when its mode changes, as layers with adapters do."""
+
+    def train(self, mode: bool = True) -> Any:
+        self.merged = not mode
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + float(self.merged)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_prediction_changes_the_mode_by_the_models_own_function(training: bool) -> None:
+    model = torch.nn.Sequential(Merging(3, 1), torch.nn.Dropout()).train(training)
+    model[1].train(not training)
+    posterior = ng.NoisyAdam(model, ng.Gaussian(), num_data=8, noise=False).posterior()
+    x = torch.randn(4, 3)
+    with torch.no_grad():
+        expected = torch.nn.functional.linear(x, model[0].weight, model[0].bias) + 1.0
+    torch.testing.assert_close(posterior.predict(x).mean, expected)
+    assert [module.training for module in model.modules()] == [training, training, not training]
+    assert model[0].merged is not training

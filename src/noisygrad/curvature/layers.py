@@ -166,7 +166,7 @@ def _observe_channels_first(unit: Unit, module: Any, inputs: Tensor, gradient: T
         normalised = F.group_norm(inputs, module.num_groups, None, None, module.eps)
     else:
         instance = isinstance(module, nn.modules.instancenorm._InstanceNorm)
-        own = module.training or (not module.track_running_stats if instance else module.running_mean is None)
+        own = module.training or module.running_mean is None or (instance and not module.track_running_stats)
         mean, variance = (None if own else batch.precise(t) for t in (module.running_mean, module.running_var))
         normalise = F.instance_norm if instance else F.batch_norm
         normalised = normalise(inputs, mean, variance, None, None, own, 0.0, module.eps)

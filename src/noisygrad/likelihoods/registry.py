@@ -70,7 +70,7 @@ def check_saveable(likelihood: Likelihood) -> None:
             f"the likelihood is of a class {name!r} that is not the registered one of that name. Register it under "
             "another name: a file would be read with the other class"
         )
-    usual = kind.from_config.__func__ is Likelihood.from_config.__func__  # type: ignore[attr-defined]
+    usual = getattr(kind.from_config, "__func__", None) is Likelihood.from_config.__func__  # type: ignore[attr-defined]
     if lost := [name for name in _constructor_arguments(kind) if usual and name not in config]:
         raise ValueError(f"{name}: config() leaves out {', '.join(lost)}, which a file would lose. Add them to it")
     advice = "It has to return the constructor's arguments, as numbers, strings, lists and dicts"

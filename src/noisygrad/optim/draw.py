@@ -5,6 +5,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from numbers import Integral
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -174,7 +175,7 @@ def seeds_of(seed: int | Sequence[int] | None, count: int) -> list[int]:
         seed = int(torch.randint(2**62, ()).item())
     if isinstance(seed, Integral):
         return [int(seed) + index for index in range(count)]
-    if isinstance(seed, str) or not isinstance(seed, Sequence) or len(seed) != count:
+    if isinstance(seed, str) or not isinstance(seed, Sequence | np.ndarray) or len(seed) != count:
         raise ValueError(f"seed must be an integer, or {count} of them, one per replica; got {seed!r}")
     return [int(value) for value in seed]
 

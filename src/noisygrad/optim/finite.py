@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from noisygrad.curvature.passes import Pass
 from noisygrad.families.base import Statistics
-from noisygrad.kernels.factorisation import capturing
 from noisygrad.posterior.faults import format_names
 from noisygrad.posterior.structure import Structure
 
@@ -177,7 +176,7 @@ class FiniteGuard:
 
     def check(self) -> None:
         """Raise for a step masked since the last check; waits for the device, so only where the factors do."""
-        if capturing():
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         if bool(self._bad.any()):
             bad = self._bad.clone()

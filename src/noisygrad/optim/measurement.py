@@ -42,8 +42,8 @@ class Accumulated:
     loss: Tensor | None = None
     statistics: dict[str, Statistics] = field(default_factory=dict)
     """The mean over examples of the moments, by block."""
-    examples: float = 0.0
-    """How many examples they stand for."""
+    examples: float | Tensor = 0.0
+    """How many examples they stand for: a tensor once summed over ranks."""
     units: set[str] = field(default_factory=set)
     """The names of those that were measured."""
     known_finite: bool = True
@@ -101,6 +101,14 @@ class Accumulated:
         self.weights /= ranks.size
         for tensor in sums:
             tensor.div_(examples.clamp_min(1e-30))
+        self.examples = examples
+
+    def used_by_ranks(self, mask: Tensor | None) -> Tensor | None:
+        """The mask of an update of the Fisher: that of the step, and 0 where no rank has used a layer."""
+        if not isinstance(self.examples, Tensor):
+            return mask
+        used = (self.examples > 0).to(self.examples.dtype)
+        return used if mask is None else mask * used
 
     @torch.no_grad()
     def add_statistics(

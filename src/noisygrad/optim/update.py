@@ -143,7 +143,8 @@ class Update:
         with fisher.unchanged_on_failure() if refresh else nullcontext():
             if found.statistics:
                 self.measurement.warn_uncalled_layers(found)
-                self.algorithm.measure_(found.statistics, rate, mask=mask)
+                used = found.used_by_ranks(mask)
+                self.algorithm.measure_(found.statistics, rate, mask=used)
                 found.statistics = {}  # as large as the moving averages, and done with
             if refresh:
                 self.guard.check()

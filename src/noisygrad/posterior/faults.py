@@ -10,7 +10,7 @@ from noisygrad.kernels.factorisation import FactorisationError
 
 def one_of(name: str, value: str, known: Collection[str]) -> None:
     """Raise a ValueError that names `value` if it is not among those that are known."""
-    if value not in known:
+    if value not in tuple(known):
         raise ValueError(f"{name} must be one of {', '.join(known)}; got {value!r}")
 
 

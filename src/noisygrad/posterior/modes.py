@@ -1,7 +1,7 @@
 """Modules in another mode for a while."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -20,6 +20,14 @@ def with_attributes(modules: Iterable[nn.Module], **values: Any) -> Iterator[Non
             setattr(module, name, own)
 
 
-def evaluating(model: nn.Module) -> AbstractContextManager[None]:
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode inside; every module's own mode again outside."""
-    return with_attributes(model.modules(), training=False)
+    modes = {module: module.training for module in model.modules()}
+    model.eval()  # which a module may have more to do for
+    try:
+        yield
+    finally:
+        model.train(modes[model])
+        for module, training in modes.items():
+            module.training = training

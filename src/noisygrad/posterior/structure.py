@@ -105,9 +105,9 @@ class Structure:
         for block in self.blocks:
             if statistics and block.name in statistics:
                 notes |= block.family.notes(block.units, statistics[block.name])
-        order = list(self.parameters)
+        order = {name: index for index, name in enumerate(self.parameters)}
         slots = [(block, unit, slot) for block in self.blocks for unit in block.units for slot in unit.slots]
-        slots.sort(key=lambda found: order.index(found[2].parameter))
+        slots.sort(key=lambda found: order[found[2].parameter])
         frozen = [
             (name, "×".join(map(str, parameter.shape)), "frozen", "requires_grad is False")
             for name, parameter in self.frozen.items()

@@ -181,6 +181,10 @@ class _Stepper:
     """One step, its parts compiled or captured as asked; a refresh that cannot be traced stays as it is."""
 
     def __init__(self, engine: _Engine, how: Execution) -> None:
+        if how == "compiled":
+            # Every training compiles anew, and what others have compiled would be kept for good.
+            torch.compiler.reset()
+
         def prepared(*pieces: Callable[[], None]) -> Callable[[], None]:
             def work() -> None:
                 for piece in pieces:
