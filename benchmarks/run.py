@@ -30,8 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import noisygrad as ng
-from noisygrad.optim import CapturedStep
 from noisygrad.optim.execution import Replay
+from noisygrad.training import CapturedStep
 from noisygrad_paper.networks import VGG16
 
 STATS_EVERY, FACTOR_EVERY = 10, 200

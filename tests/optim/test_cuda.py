@@ -11,8 +11,8 @@ from torch import Tensor
 
 import noisygrad as ng
 from noisygrad.algorithm import stacks
-from noisygrad.optim import CapturedStep
 from noisygrad.optim.execution import GraphCache, Replay
+from noisygrad.training import CapturedStep
 from noisygrad_paper.data import load_images
 from noisygrad_paper.experiments.classification import Learning, plan
 from noisygrad_paper.experiments.image_methods import METHODS

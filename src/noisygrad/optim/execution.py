@@ -2,7 +2,7 @@
 
 Only work on tensors that stay where they are can be replayed. The optimiser hands its own arithmetic to an `Executor`,
 the draw of the weights and the move of the mean, without touching the user's model; a whole step is
-`noisygrad.optim.CapturedStep`. Inside a capture of somebody else's everything runs as it is.
+`noisygrad.training.CapturedStep`. Inside a capture of somebody else's everything runs as it is.
 """
 
 import gc

@@ -1,5 +1,6 @@
-"""The one training loop, with its checkpoints, progress and schedules."""
+"""The one training loop, with its checkpoints, progress and schedules; and a whole step as CUDA graphs."""
 
+from noisygrad.training.captured import CapturedStep
 from noisygrad.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from noisygrad.training.history import EpochRecord, History
 from noisygrad.training.loop import train
@@ -7,6 +8,7 @@ from noisygrad.training.schedules import Annealed, CosineDecay, StepDecay
 
 __all__ = [
     "Annealed",
+    "CapturedStep",
     "CheckpointError",
     "CosineDecay",
     "EpochRecord",

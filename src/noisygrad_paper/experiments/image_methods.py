@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from noisygrad.distributed import processes
 from noisygrad.likelihoods import Categorical
-from noisygrad.optim import CapturedStep, NoisyAdam, NoisyKFAC
+from noisygrad.optim import NoisyAdam, NoisyKFAC
 from noisygrad.optim.execution import executor_for
 from noisygrad.optim.options import fraction, positive
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import build_structure
 from noisygrad.posterior.weights import FlatWeights
+from noisygrad.training import CapturedStep
 from noisygrad_paper.baselines.bbb_network import BayesByBackprop
 from noisygrad_paper.experiments.configurations import CONFIGURATIONS
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import noisygrad as ng
-from noisygrad.optim import CapturedStep
+from noisygrad.training import CapturedStep
 from support.compare import batches, make, mlp, tensors_of
 from support.replay_executor import ReplayExecutor, replayed
 
