@@ -85,6 +85,13 @@ def test_no_cycle_between_modules() -> None:
     assert found == [], "\n".join(map(str, found))
 
 
+def test_what_a_step_is_made_of_knows_no_optimizer() -> None:
+    shell = {"noisygrad.optim.optimizer", "noisygrad.optim.optimizers"}
+    parts = [name for name in library() if name.startswith("noisygrad.optim.") and name not in shell]
+    assert len(parts) > 5
+    assert [name for name in parts if shell & own_imports(name)] == []
+
+
 def test_cycle_finder_finds_all_cycles() -> None:
     assert cycles({"a": {"b"}, "b": {"c"}, "c": set()}) == []
     assert cycles({"a": {"b", "d"}, "b": {"c"}, "c": {"b"}, "d": {"e"}, "e": {"d"}}) == [["b", "c"], ["d", "e"]]
