@@ -89,8 +89,9 @@ def against() -> str:
     return (
         f"\n## Beside version 0.1\n\nMedians of runs in turns with the last commit of 0.1 ({record['commit']}), "
         f"on {record['device']}: {' and '.join(f'`{command}`' for command in record['commands'])}; {record['note']}. "
-        "What torch allocates in steps of NoisyKFAC on VGG16 is the same to the byte before and after; resident memory "
-        "differs by how the C library cuts it up.\n\n" + "\n".join(rows) + "\n"
+        f"Peaks of resident memory scatter by how the C library cuts it up: {record['memory']}\n\n"
+        + "\n".join(rows)
+        + "\n"
     )
 
 

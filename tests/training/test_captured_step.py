@@ -15,9 +15,16 @@ from support.replay_executor import ReplayExecutor, replayed
 STEPS = 48
 
 
+class Moody(torch.nn.Module):
+    """Does something else in evaluation mode, as dropout and batch norm do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.training else 0.5 * x
+
+
 def trained(kind: type[ng.NoisyOptimizer], captured: bool, change: Any = None, **options: Any) -> Any:
     """An optimiser after steps on batches that are other ones every time, under schedules."""
-    model, data = mlp(), batches(STEPS)
+    model, data = torch.nn.Sequential(*mlp(), Moody()), batches(STEPS)
     settings = {"stats_every": 2, "factor_every": 8, "kl_clip": lambda step: 1e-2 / step}
     optimizer = make(kind, model, **settings | {"fisher_decay": lambda step: 1 - 0.5 / step} | options)
     x, y = (tensor.clone() for tensor in data[0])
