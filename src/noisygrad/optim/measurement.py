@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from noisygrad.distributed import Ranks
 from noisygrad.families.base import Statistics
 from noisygrad.families.units import Unit
 from noisygrad.kernels.factorisation import capturing
-from noisygrad.likelihoods import Likelihood
+from noisygrad.likelihoods import Counted, Likelihood
 from noisygrad.optim.finite import FiniteGuard, FiniteTrace, known_finite
 from noisygrad.optim.fresh_pass import FirstExamples, half_of, is_out_of_memory
 from noisygrad.optim.options import Options
@@ -26,8 +27,18 @@ from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.modes import with_attributes
 from noisygrad.posterior.structure import Structure
 
-Closure = Callable[[], tuple[Tensor, Tensor] | Tensor]
-"""Returns (output, target); or, having called `backward`, the mean loss."""
+Closure = Callable[[], tuple[Tensor | None, ...] | Tensor]
+"""Returns (output, target), perhaps with a weight and a mask; or, having called `backward`, the mean loss."""
+
+
+def unpacked(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Output, target, weight and mask of what a closure returned."""
+    if not 2 <= len(result) <= 4:
+        raise TypeError(
+            "the closure must return (output, target), perhaps followed by the weights of examples and by a mask of "
+            f"what counts; it returned {len(result)} things"
+        )
+    return result + (None,) * (4 - len(result))
 
 
 @dataclass
@@ -89,7 +100,7 @@ class Accumulated:
             return
         assert self.weights is not None
         self.weights = self.weights.clone()
-        self.noise_examples = self.weights.new_tensor(self.noise_examples)
+        self.noise_examples = torch.as_tensor(self.noise_examples, dtype=self.weights.dtype, device=self.weights.device)
         noise = [] if self.noise is None else [self.noise]
         examples, sums = self.weights.new_tensor(self.examples), []
         if self.expected_statistics:
@@ -141,12 +152,12 @@ class Accumulated:
         """The mean of the losses, if there was one."""
         return self.loss if self.loss is None or self.calls == 1 else self.loss / self.calls
 
-    def add_noise(self, statistic: Tensor | None, batch: int) -> None:
-        """Add what one batch says about the observation noise."""
+    def add_noise(self, statistic: Tensor | None, batch: float | Tensor) -> None:
+        """Add what one batch says about the observation noise; `batch` is the sum of its examples' weights."""
         if statistic is None:
             return
         self.noise = statistic * batch if self.noise is None else self.noise + statistic * batch
-        self.noise_examples += batch
+        self.noise_examples = self.noise_examples + batch
 
 
 @dataclass(kw_only=True)
@@ -175,29 +186,63 @@ class BatchMeasurement:
 
     # ---------------------------------------------------------------- losses
 
-    def loss(self, accumulated: Accumulated, capture: Capture | None, output: Tensor, target: Tensor) -> Tensor:
+    def loss(
+        self,
+        accumulated: Accumulated,
+        capture: Capture | None,
+        output: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         """Check the batch, take statistics if layers were recorded, and return the loss."""
         likelihood, device = self.likelihood, self.like.device.type
+        counted, target = likelihood.counted(output, target, weight, mask)
         likelihood.check(output, target)
-        if not torch.is_grad_enabled():
-            return likelihood.nll(output, target)
-        if torch.is_autocast_enabled(device):
+        if torch.is_grad_enabled() and torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
-                return self.loss(accumulated, capture, output, target)
+                return self._loss(accumulated, capture, output, target, counted)
+        return self._loss(accumulated, capture, output, target, counted)
+
+    def _loss(
+        self,
+        accumulated: Accumulated,
+        capture: Capture | None,
+        output: Tensor,
+        target: Tensor,
+        counted: Counted | None,
+    ) -> Tensor:
+        likelihood = self.likelihood
+        nll = likelihood.nll if counted is None else partial(likelihood.counted_nll, counted=counted)
+        if not torch.is_grad_enabled():
+            return nll(output, target)
         output = output if output.dtype in {torch.float32, torch.float64} else output.float()
         if self.guard.deferred:
             self.guard.note_targets(likelihood.invalid(output, target))
             target = likelihood.clamp_invalid_targets(output, target)
+            if counted is not None:
+                self.guard.note_targets(~(counted.total > 0).all())
         if capture is not None:
-            self.take(accumulated, capture, output, target)
-        loss = likelihood.nll(output, target)
+            self.take(accumulated, capture, output, target, counted)
+        loss = nll(output, target)
         accumulated.add_loss(loss)
-        accumulated.add_noise(likelihood.observe(output.detach(), target), output.shape[len(likelihood.replicas)])
+        seen = output.detach()
+        if counted is None:
+            accumulated.add_noise(likelihood.observe(seen, target), output.shape[len(likelihood.replicas)])
+        else:
+            accumulated.add_noise(likelihood.observe(seen, target, counted), counted.total.unsqueeze(-1))
         return loss
 
     # ---------------------------------------------------------------- statistics
 
-    def take(self, accumulated: Accumulated, capture: Capture, output: Tensor, target: Tensor) -> None:
+    def take(
+        self,
+        accumulated: Accumulated,
+        capture: Capture,
+        output: Tensor,
+        target: Tensor,
+        counted: Counted | None = None,
+    ) -> None:
         """Add what a batch says of the Fisher.
 
         Where a GPU's memory does not suffice, half of the examples are taken, with a warning, from now on.
@@ -214,7 +259,7 @@ class BatchMeasurement:
         first = not accumulated.statistics
         while True:
             try:
-                self._take(accumulated, records, output, target, keep)
+                self._take(accumulated, records, output, target, keep, counted)
                 capture.consume(records)
                 return
             except RuntimeError as error:
@@ -224,7 +269,15 @@ class BatchMeasurement:
             accumulated.drop_statistics()
             self.statistics_limit = keep = half_of(keep, f"stats_batch={keep // 2} says so from the start")
 
-    def _take(self, accumulated: Accumulated, records: list[Record], output: Tensor, target: Tensor, keep: int) -> None:
+    def _take(
+        self,
+        accumulated: Accumulated,
+        records: list[Record],
+        output: Tensor,
+        target: Tensor,
+        keep: int,
+        counted: Counted | None,
+    ) -> None:
         def summarise(unit: Unit, one: Pass) -> Pass:
             block = self.structure.block_of[unit.name]
             return block.summarise(unit, one, self.fisher.statistics[block.name])
@@ -241,6 +294,7 @@ class BatchMeasurement:
             dtype=self.like.dtype,
             keep=keep,
             summarise=summarise if scarce else None,
+            counted=counted,
         )
         for one in passes:  # only relative weights count
             accumulated.add_statistics(self.structure.blocks, one, keep, self.fisher.statistics)
@@ -283,15 +337,16 @@ class BatchMeasurement:
         # In evaluation mode to the end: statistics of a norm's scale ask what it was normalised by.
         norms = [module for module in self.model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
         with with_attributes(norms, training=False):
-            output, target = self._fresh_forward(capture, run)
+            output, *rest = self._fresh_forward(capture, run)
+            counted, target = self.likelihood.counted(output, *rest)
             self.likelihood.check(output, target)
             with torch.autocast(self.like.device.type, enabled=False):
                 output = output if output.dtype in {torch.float32, torch.float64} else output.float()
                 clean = self.likelihood.clamp_invalid_targets(output, target)
-                self.take(accumulated, capture, output, clean)
+                self.take(accumulated, capture, output, clean, counted)
 
-    def _fresh_forward(self, capture: Capture, run: Closure) -> tuple[Tensor, Tensor]:
-        """Output and target; of half of the examples, with a warning, where memory does not suffice for all."""
+    def _fresh_forward(self, capture: Capture, run: Closure) -> tuple[Any, ...]:
+        """What the closure returns; of half of the examples, with a warning, where memory does not suffice for all."""
         while True:
             first = FirstExamples(self.forward_limit)
             try:
@@ -308,8 +363,9 @@ class BatchMeasurement:
             self.forward_limit = half_of(first.given, advice)
         if not isinstance(result, tuple):
             raise TypeError('fisher_pass="fresh" needs a closure that returns (output, target)')
-        output, target = result
-        return output, target[: first.given] if first.cut else target
+        output, *rest = unpacked(result)
+        lead = len(self.likelihood.replicas)
+        return output, *(part if part is None or not first.cut else part.narrow(lead, 0, first.given) for part in rest)
 
     def warn_uncalled_layers(self, accumulated: Accumulated) -> None:
         """Warn, once, of layers with a gradient but no statistics: their posterior would quietly become the prior."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar, overload
 
 import torch
@@ -24,7 +25,7 @@ from noisygrad.families.base import DampingMode
 from noisygrad.likelihoods import Likelihood
 from noisygrad.optim.assembly import assemble
 from noisygrad.optim.draw import Draw
-from noisygrad.optim.measurement import Accumulated, Closure
+from noisygrad.optim.measurement import Accumulated, Closure, unpacked
 from noisygrad.optim.options import FisherPass, GroupPatterns, Options, Schedule, check_arguments, check_rates
 from noisygrad.optim.state import OptimizerState, blocks_of_parameters
 from noisygrad.optim.update import ParamGroups, Scaling
@@ -195,7 +196,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
         """Update the mean and the Fisher from the draws since the last step.
 
         With a closure that returns `(output, target)`, the draws are made here, `mc_samples` of them, and the mean loss
-        is returned. A closure that calls `backward` itself and returns a loss works too, with the empirical Fisher.
+        is returned; weights of examples and a mask may follow, as in `draw.nll`. A closure that calls `backward` itself
+        and returns a loss works too, with the empirical Fisher.
         Gradients are consumed: no `zero_grad` is needed. Raises `NonFiniteError` and changes nothing if the loss was
         not finite (on a GPU: masks the step, and raises at the next refresh of the factors).
         """
@@ -334,7 +336,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
             raise RuntimeError("sampled() contexts cannot be nested")
         due = with_statistics and self.options.stats_due(self.steps + 1)
         capture = self._capture if due else None
-        draw = Draw(lambda output, target: self.measurement.loss(self.accumulated, capture, output, target))
+        draw = Draw(partial(self.measurement.loss, self.accumulated, capture))
         if self.accumulated.draws == 0:
             self.running.keep()
         states = self.weights.generator_states()
@@ -372,15 +374,14 @@ class NoisyOptimizer(torch.optim.Optimizer):
                 capture.watch_backward = True
             result = self._run(closure)
             if isinstance(result, tuple):
-                if len(result) != 2:
-                    raise TypeError(f"the closure must return (output, target); it returned {len(result)} things")
+                parts = unpacked(result)
                 if capture is not None:
                     capture.watch_backward = False
-                self.measurement.loss(self.accumulated, capture, *result).backward()
+                self.measurement.loss(self.accumulated, capture, *parts).backward()
                 return
             self.measurement.take_returned_loss(self.accumulated, capture, result, self._gradients())
 
-    def _run(self, closure: Closure) -> tuple[Tensor, Tensor] | Tensor:
+    def _run(self, closure: Closure) -> tuple[Tensor | None, ...] | Tensor:
         earlier = self._gradients() if self.accumulated.draws else []
         result = closure()
         if any(old is not None and new is not old for old, new in zip(earlier, self._gradients(), strict=False)):
