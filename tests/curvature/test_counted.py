@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import noisygrad as ng
@@ -129,19 +130,15 @@ def moments(model: Model, likelihood: Likelihood, examples: list[Tensor], parts:
     outputs = {name: torch.zeros(()) for name in layers}
     for x, v, w in zip(examples, parts, weights, strict=True):
         seen: dict[str, tuple[Tensor, Tensor]] = {}
-        hooks = [m.register_forward_hook(lambda _, a, y, n=n: seen.update({n: (a[0], y)})) for n, m in layers.items()]
+        hooks = [m.register_forward_hook(keeper(seen, name)) for name, m in layers.items()]
         output = model(x.unsqueeze(0))
         for hook in hooks:
             hook.remove()
         rows = v.reshape(1, -1, 1) if output.dim() == 3 else v.reshape(1, 1)
         columns = likelihood.output_fisher_factor(output.detach()) * rows.sqrt()
-        for name, (a, y) in seen.items():
+        for name, (given, y) in seen.items():
             module = layers[name]
-            if isinstance(module, nn.Conv1d):
-                a = nn.functional.unfold(a.unsqueeze(2), (1, 3), padding=(0, 1)) if module.kernel_size == (3,) else a
-                a = a.mT
-            a = a.reshape(-1, a.shape[-1])
-            a = torch.cat([a, torch.ones(len(a), 1)], 1) if module.bias is not None else a
+            a = positions_of(module, given)
             gradients = [torch.autograd.grad(output, y, column, retain_graph=True)[0] for column in columns]
             if isinstance(module, nn.Conv1d):
                 gradients = [g.mT for g in gradients]
@@ -154,6 +151,19 @@ def moments(model: Model, likelihood: Likelihood, examples: list[Tensor], parts:
                 g.reshape(-1, g.shape[-1]).mT @ g.reshape(-1, g.shape[-1]) for g in gradients
             )
     return {name: (a / count, outputs[name] / weights.sum()) for name, (a, count) in inputs.items()}
+
+
+def keeper(seen: dict[str, tuple[Tensor, Tensor]], name: str) -> Callable[..., None]:
+    return lambda _, inputs, output: seen.update({name: (inputs[0], output)})
+
+
+def positions_of(module: nn.Module, inputs: Tensor) -> Tensor:
+    """The inputs of each position with the constant 1, `[positions, features]`."""
+    if isinstance(module, nn.Conv1d):
+        wide = module.kernel_size == (3,)
+        inputs = (F.unfold(inputs.unsqueeze(2), (1, 3), padding=(0, 1)) if wide else inputs).mT
+    rows = inputs.reshape(-1, inputs.shape[-1])
+    return rows if module.bias is None else torch.cat([rows, torch.ones(len(rows), 1)], 1)
 
 
 def case(name: str, likelihood: Likelihood) -> tuple[Model, Tensor, Tensor, list[Tensor], list[Tensor], Tensor | None]:
