@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from noisygrad.curvature.capture import Record
-from noisygrad.curvature.layers import perhaps_summed
+from noisygrad.curvature.layout import measure_layouts, perhaps_shared
 from noisygrad.curvature.passes import Batch, Pass, SummedPass
 from noisygrad.curvature.summaries import PassSummary, Summarise, gradient_hooks, hookable, reaches
 from noisygrad.families.units import Unit
@@ -54,9 +54,10 @@ def fisher_passes(
     kept = output.shape[lead] if keep is None else keep
     counted = None if counted is None else counted.first(kept)
     batch = Batch(output.shape[lead], kept, dtype, counted)
+    measure_layouts(output, records, batch)
     if batch.kept < batch.size:
         output, target = output.narrow(lead, 0, batch.kept), target.narrow(lead, 0, batch.kept)
-    summed = bool(others) or any(perhaps_summed(record.module, record.inputs) for record in records)
+    summed = bool(others) or any(perhaps_shared(record.module, record.inputs) for record in records)
     signs = random_signs(output, lead, generators) if summed else None
     hooked = [False] * len(records) if summarise is None else hookable(records)
     if kind == "exact":

@@ -62,7 +62,8 @@ def arrange(tensor: Tensor, batch: Batch, unit: Unit) -> Tensor:
         tensor = batch.first(tensor, lead)
         return tensor.unsqueeze(-2) if len(sizes) == 1 else tensor.flatten(lead + 1, -2)
     if sizes and batch.size and sizes[0] % batch.size == 0:
-        return batch.first(tensor, lead).reshape(*tensor.shape[:lead], batch.kept, -1, tensor.shape[-1])
+        positions = tensor.shape[lead:-1].numel() // batch.size
+        return batch.first(tensor, lead).reshape(*tensor.shape[:lead], batch.kept, positions, tensor.shape[-1])
     raise ValueError(
         f"layer {unit.name!r} saw a tensor of shape {tuple(tensor.shape)} while the loss has a batch of {batch.size}: "
         "its per-example gradients are not defined. Give the layer inputs with the batch in front, or freeze it."
