@@ -229,9 +229,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
         return loss
 
     def check_still_valid(self) -> None:
-        """Raise if a parameter was frozen, or a learning rate made senseless, since the optimiser was made."""
-        if not all(parameter.requires_grad for parameter in self.structure.parameters.values()):
-            self.structure.check_trainable()
+        """Raise if the model's parameters are others, or a learning rate is senseless, since the optimiser was made."""
+        self.structure.check_as_built()
         check_rates(self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
