@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from noisygrad.curvature.capture import Record
+from noisygrad.curvature.capture import Record, folds
 from noisygrad.curvature.passes import Batch, arrange
 from noisygrad.kernels.factorisation import capturing
 
@@ -25,7 +25,6 @@ Order = Literal["batch first", "batch second", "shared"]
 
 _KNOWN: WeakKeyDictionary[nn.Module, dict[int, Order]] = WeakKeyDictionary()
 """What was measured of a module, by the number of dimensions of its input."""
-_FEATURES_LAST = (nn.Embedding, nn.Linear, nn.LayerNorm, nn.RMSNorm)
 
 
 def is_shared(module: nn.Module, inputs: Tensor, batch: Batch) -> bool:
@@ -52,9 +51,7 @@ def measure_layouts(output: Tensor, records: Sequence[Record], batch: Batch) -> 
     if any(record.unit.replicas for record in records):
         return
     doubtful = [
-        record
-        for record in records
-        if _known(record.module, record.inputs) is None and (_is_table(record) or _is_ambiguous(record, batch))
+        record for record in records if _known(record.module, record.inputs) is None and record.is_doubtful(batch.size)
     ]
     if doubtful and batch.size > 1 and not capturing() and not mixes_examples(output):
         for parity in (0, 1):
@@ -78,9 +75,9 @@ def _measure(output: Tensor, doubtful: Sequence[Record], batch: Batch, parity: i
     for record, gradient in zip(doubtful, gradients, strict=True):
         if gradient is None or not bool(gradient.any()):
             continue
-        if _is_table(record):
+        if record.is_table:
             _remember(record, _order_of_table(record, gradient, batch, parity))
-        elif _folds(gradient, batch):
+        elif folds(gradient, batch.size):
             if not _leaves_others(gradient.reshape(batch.size, -1), parity):
                 raise ValueError(
                     f"layer {record.unit.name!r} saw {gradient.shape[0]} rows, which are not several of each of the "
@@ -112,22 +109,6 @@ def _order_of_table(record: Record, gradient: Tensor, batch: Batch, parity: int)
 
 def _leaves_others(rows: Tensor, parity: int) -> bool:
     return not bool(rows[1 - parity :: 2].any())
-
-
-def _is_table(record: Record) -> bool:
-    return isinstance(record.module, nn.Embedding)
-
-
-def _is_ambiguous(record: Record, batch: Batch) -> bool:
-    sizes = record.inputs.shape
-    square = len(sizes) > 2 and sizes[0] == sizes[1] == batch.size and isinstance(record.module, _FEATURES_LAST)
-    return square or _folds(record.inputs, batch)
-
-
-def _folds(tensor: Tensor, batch: Batch) -> bool:
-    """Whether the first dimension may be the batch and positions in one."""
-    first, second = (*tensor.shape, 0, 0)[:2]
-    return first > batch.size and first % batch.size == 0 and not (tensor.dim() > 2 and second == batch.size)
 
 
 def _known(module: nn.Module, inputs: Tensor) -> Order | None:

@@ -33,6 +33,7 @@ from noisygrad.posterior.coverage import Coverage
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import build_structure, copied
+from noisygrad.posterior.weights import ModelParts
 from noisygrad.priors import FittedPrior, PriorVariance
 
 
@@ -164,6 +165,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self.covariance = self.algorithm.covariance
         self.accumulated = Accumulated()
         self._capture = Capture(self.structure.layers)
+        self._parts = ModelParts(self.model)
         self.steps = 0
         """How many steps were made."""
         self._in_closure = False
@@ -230,7 +232,9 @@ class NoisyOptimizer(torch.optim.Optimizer):
 
     def check_still_valid(self) -> None:
         """Raise if the model's parameters are others, or a learning rate is senseless, since the optimiser was made."""
-        self.structure.check_as_built()
+        if self._parts.changed():
+            self.structure.check_unchanged(self.model)
+            self._parts.accept()
         check_rates(self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
