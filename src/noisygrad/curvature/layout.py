@@ -81,8 +81,9 @@ def _measure(output: Tensor, doubtful: Sequence[Record], batch: Batch, parity: i
             if not _leaves_others(gradient.reshape(batch.size, -1), parity):
                 raise ValueError(
                     f"layer {record.unit.name!r} saw {gradient.shape[0]} rows, which are not several of each of the "
-                    f"{batch.size} examples of the loss. Of a part of an output no statistics can be taken: give "
-                    "draw.nll the whole output (mask= says what does not count), or call the model on that part alone"
+                    f"{batch.size} examples of the loss, next to each other. Of a part of an output no statistics can "
+                    "be taken: give draw.nll the whole output (mask= says what does not count), or call the model on "
+                    "that part alone. After torch.cat([first, second]) call the layer twice, or use torch.stack(…, 1)"
                 )
             if parity == 0:
                 unsettled.append(record)
