@@ -200,14 +200,39 @@ class Posterior:
         *,
         norm_data: Inputs | None = None,
     ) -> Tensor:
-        """−N · E_q[nll] − λ (KL of weights + KL of noise), in nats; `loader` yields (x, y) batches of the data.
+        """The evidence lower bound, −N · E_q[nll] − KL, in nats; `loader` yields (x, y) batches of the data.
 
-        The expectation is over `num_samples` draws; one number per replica. `norm_data` is as in `predict`, all of it
-        one batch.
+        The KL is that of weights and noise, whatever `kl_weight` is. The expectation is over `num_samples` draws; one
+        number per replica. `norm_data` is as in `predict`, all of it one batch.
         """
+        return self._fit_less_kl(1.0, loader, num_samples, generator, norm_data)
+
+    @torch.no_grad()
+    def objective(
+        self,
+        loader: Iterable[tuple[Inputs, Tensor]],
+        num_samples: int = 10,
+        generator: torch.Generator | None = None,
+        *,
+        norm_data: Inputs | None = None,
+    ) -> Tensor:
+        """−N · E_q[nll] − λ KL, which training climbs; arguments as in `elbo`, which it is for a `kl_weight` λ of 1.
+
+        No bound of the evidence otherwise: do not compare different `kl_weight` by it.
+        """
+        return self._fit_less_kl(self.kl_weight, loader, num_samples, generator, norm_data)
+
+    def _fit_less_kl(
+        self,
+        weight: float,
+        loader: Iterable[tuple[Inputs, Tensor]],
+        num_samples: int,
+        generator: torch.Generator | None,
+        norm_data: Inputs | None,
+    ) -> Tensor:
         kl = self.kl() + self.likelihood.kl().to(self._mean.flat)
         nll = self.expected_nll(loader, num_samples, generator, norm_data=norm_data)
-        return -self.num_data * nll - self.kl_weight * kl
+        return -self.num_data * nll - weight * kl
 
     @torch.no_grad()
     def expected_nll(
