@@ -94,9 +94,11 @@ def _temporary(path: Path) -> tuple[int, str]:
 
 def write_archive(path: str | Path, kind: str, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write tensors and a header with a `format` number as one archive of that kind."""
-    own = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     metadata = {f"noisygrad_{kind}": json.dumps(header), _CHECKSUM: _ZEROS.decode()}
-    data = bytearray(safetensors.torch.save(own, metadata=metadata))
+    copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    packed = safetensors.torch.save(copies, metadata=metadata)
+    del copies  # else all is in memory a third time
+    data = bytearray(packed)
     start = data.index(_BEFORE) + len(_BEFORE)
     data[start : start + len(_ZEROS)] = hashlib.sha256(data).hexdigest().encode()
     write_atomically(path, data)

@@ -193,7 +193,8 @@ class Results:
         """
         stored = self._stored()
         if stored.bad:
-            warnings.warn(self._complaint(stored.bad), UserWarning, stacklevel=2)
+            # From here, whoever asks: so Python shows it once in a process, not at every place that reads.
+            warnings.warn(self._complaint(stored.bad), UserWarning, stacklevel=1)
         return list(stored.cells.values())
 
     def complaint(self) -> str | None:
