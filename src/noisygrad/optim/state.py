@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from noisygrad.families.base import TensorRecord
-from noisygrad.optim.draw import part_generators_
+from noisygrad.optim.generators import part_generators_
 from noisygrad.optim.options import GROUP_OPTIONS
 from noisygrad.optim.update import Update
 from noisygrad.posterior.blocks import Block
