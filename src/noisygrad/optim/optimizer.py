@@ -9,26 +9,24 @@ of the factors. Conventions: `docs/conventions.md`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor, nn
 
 from noisygrad.algorithm.fisher import FisherStart
-from noisygrad.curvature.capture import Capture, unwrapped
+from noisygrad.curvature.capture import unwrapped
 from noisygrad.curvature.fisher import FisherKind
 from noisygrad.distributed import Ranks
 from noisygrad.families.base import DampingMode
 from noisygrad.likelihoods import Likelihood
 from noisygrad.optim.assembly import assemble
-from noisygrad.optim.draw import Draw
+from noisygrad.optim.draw import Draw, Drawing
 from noisygrad.optim.measurement import Accumulated, Closure, unpacked
 from noisygrad.optim.options import FisherPass, GroupPatterns, Options, Schedule, check_arguments, check_rates
 from noisygrad.optim.state import OptimizerState, blocks_of_parameters
-from noisygrad.optim.update import ParamGroups, Scaling
+from noisygrad.optim.update import ParamGroups, Scaling, Transaction
 from noisygrad.posterior.coverage import Coverage
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
@@ -163,27 +161,26 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self.algorithm, self.weights = self.update.algorithm, self.update.weights
         self.measurement, self.guard, self.running = self.update.measurement, self.update.guard, self.update.running
         self.covariance = self.algorithm.covariance
-        self.accumulated = Accumulated()
-        self._capture = Capture(self.structure.layers)
+        self.transaction = Transaction(self.update, self.structure)
         self._parts = ModelParts(self.model)
-        self.steps = 0
-        """How many steps were made."""
-        self._in_closure = False
 
     # ---------------------------------------------------------------- what a user calls
 
-    @contextmanager
-    def sampled(self) -> Iterator[Draw]:
+    def sampled(self) -> Drawing:
         """Weights drawn from the posterior inside, the mean again outside, whatever happens.
 
         `draw.nll(model(x), y).backward()` inside; `optimizer.step()` outside. Several contexts before a step are
-        several weight samples.
+        several weight samples. Where one fails, all of them are given up: the step has not begun.
         """
+        return Drawing(self._enter, self.transaction.leave)
+
+    def _enter(self) -> Draw:
         if self.options.fisher_pass == "fresh":
             raise RuntimeError('fisher_pass="fresh" runs the model by itself: use step(closure) instead of sampled()')
+        if self.weights.current is not None:
+            raise RuntimeError("sampled() contexts cannot be nested")
         self.check_still_valid()
-        with self._drawn(True) as (draw, _):
-            yield draw
+        return self.transaction.enter()
 
     @overload  # type: ignore[override]
     def step(self, closure: None = None) -> None: ...
@@ -193,7 +190,6 @@ class NoisyOptimizer(torch.optim.Optimizer):
 
     # A step changes far too much beside tensors to be compiled along with what calls it.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Tensor | None:
         """Update the mean and the Fisher from the draws since the last step.
 
@@ -201,33 +197,27 @@ class NoisyOptimizer(torch.optim.Optimizer):
         is returned; weights of examples and a mask may follow, as in `draw.nll`. A closure that calls `backward` itself
         and returns a loss works too, with the empirical Fisher.
         Gradients are consumed: no `zero_grad` is needed. Raises `NonFiniteError` and changes nothing if the loss was
-        not finite (on a GPU: masks the step, and raises at the next refresh of the factors).
+        not finite (on a GPU: masks the step, and raises at the next refresh of the factors). Whatever else ends it, all
+        is as before the first draw, or as after the step.
         """
         if self.weights.current is not None:
             raise RuntimeError("step() inside sampled(): leave the context first, which ends the draw")
         self.check_still_valid()
-        if closure is not None:
-            self._drop()
-            self._in_closure = True
-            try:
-                self._evaluate(closure)
-            finally:
-                self._in_closure = False
-        found = self.accumulated
-        found.check_complete()
-        loss = None if closure is None else found.mean_loss()
+        transaction = self.transaction
         try:
-            scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-            self.update.apply(self.steps + 1, found, scaling)
+            transaction.begin()
+            with torch.no_grad():
+                if closure is not None:
+                    transaction.drop()
+                    self._evaluate(closure)
+                loss = None if closure is None else self.accumulated.mean_loss()
+                transaction.make(Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None)))
+            transaction.interrupts.release()
         except BaseException:
-            self.weights.mean.write_parameters_()
+            transaction.give_up()
             for name in ("grad_scale", "found_inf"):  # a GradScaler's, which takes them away after a success only
                 vars(self).pop(name, None)
             raise
-        finally:
-            self._consume()
-        self.running.forget()
-        self.steps += 1
         return loss
 
     def check_still_valid(self) -> None:
@@ -243,26 +233,29 @@ class NoisyOptimizer(torch.optim.Optimizer):
         Inside a closure it does nothing: `step` has done it before, and there may be several draws. Inside `sampled()`
         it raises once there is a loss, whose statistics it would drop.
         """
-        if self._in_closure:
+        if self.transaction.in_closure:
             return
         if self.weights.current is not None and self.weights.current.has_loss:
             raise RuntimeError(
                 "zero_grad() inside sampled() would drop what the loss has left for the step. Take it out: step() "
                 "consumes gradients, so that none is needed; to give up earlier draws, call it before sampled()"
             )
-        self._drop()
+        self.transaction.drop()
         super().zero_grad(set_to_none)
 
-    def _consume(self) -> None:
-        """`zero_grad` without its profiling: it runs in every step."""
-        for parameter in self.structure.parameters.values():
-            parameter.grad = None
-        self.accumulated = Accumulated()
+    @property
+    def steps(self) -> int:
+        """How many steps were made."""
+        return self.transaction.steps
 
-    def _drop(self) -> None:
-        """Give up what is pending, and what it did to running statistics."""
-        self.running.restore()
-        self._consume()
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self.transaction.steps = steps
+
+    @property
+    def accumulated(self) -> Accumulated:
+        """What the draws since the last step have left for the next."""
+        return self.transaction.accumulated
 
     def posterior(self) -> Posterior:
         """A snapshot of the posterior: mean, covariance, prior, the noise of the likelihood. Later steps leave it.
@@ -271,6 +264,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         """
         self.guard.check()
         if self.weights.current is None:  # else the parameters are a sample, and the mean was read before
+            self.weights.check_alone()
             self.weights.read_mean_()
         return Posterior(
             self.model,
@@ -306,7 +300,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`; raises before anything changes if it is of another family or model."""
         self.steps = self._state().load(state_dict, self.param_groups)
-        self._consume()
+        self.transaction.consume()
 
     def _state(self) -> OptimizerState:
         return OptimizerState(
@@ -319,7 +313,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not supported after construction: the posterior's blocks are fixed then. Use `groups`."""
-        if hasattr(self, "steps"):
+        if hasattr(self, "transaction"):
             raise RuntimeError("param groups are fixed at construction; use the argument `groups`")
         super().add_param_group(param_group)
 
@@ -330,28 +324,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
             "optimiser of the other model and give it the state with load_state_dict()"
         )
 
-    # ---------------------------------------------------------------- drawing
-
-    @contextmanager
-    def _drawn(self, with_statistics: bool, *, restore: bool = True) -> Iterator[tuple[Draw, Capture | None]]:
-        """A draw, with the layers recorded where statistics are due; `restore` as in `DrawnWeights.in_model`."""
-        if self.weights.current is not None:
-            raise RuntimeError("sampled() contexts cannot be nested")
-        due = with_statistics and self.options.stats_due(self.steps + 1)
-        capture = self._capture if due else None
-        draw = Draw(partial(self.measurement.loss, self.accumulated, capture))
-        if self.accumulated.draws == 0:
-            self.running.keep()
-        states = self.weights.generator_states()
-        try:
-            with self.weights.in_model(draw, capture, self.accumulated.own_buffer, restore):
-                yield draw, capture
-        except BaseException:
-            self.weights.set_generator_states(states)
-            self._drop()
-            raise
-        self.accumulated.add_draw(self.weights.flat)
-        self.accumulated.expected_statistics |= due
+    # ---------------------------------------------------------------- closures
 
     @torch.enable_grad()
     def _evaluate(self, closure: Closure) -> None:
@@ -359,34 +332,36 @@ class NoisyOptimizer(torch.optim.Optimizer):
         options = self.options
         fresh = options.fisher_pass == "fresh" and options.stats_due(self.steps + 1)
         for _ in range(options.mc_samples):
-            self._evaluate_once(closure, restore=options.mc_samples > 1 or fresh)
+            self._evaluate_once(closure)
+            self.transaction.end_draw(restore=options.mc_samples > 1 or fresh)
         if not fresh:
             return
         found = self.accumulated
         found.own_buffer()
         draws, weights = found.draws, found.weights
-        with self._drawn(True) as (_, capture):
-            assert capture is not None
-            self.measurement.take_fresh(found, capture, lambda: self._run(closure))
+        _, capture = self.transaction.begin_draw(True)
+        assert capture is not None
+        self.measurement.take_fresh(found, capture, lambda: self._run(closure))
+        self.transaction.end_draw()
         # That draw has no gradient: the step must not count it.
         found.draws, found.weights = draws, weights
 
-    def _evaluate_once(self, closure: Closure, *, restore: bool) -> None:
-        with self._drawn(self.options.fisher_pass == "same", restore=restore) as (_, capture):
+    def _evaluate_once(self, closure: Closure) -> None:
+        _, capture = self.transaction.begin_draw(self.options.fisher_pass == "same")
+        if capture is not None:
+            capture.watch_backward = True
+        result = self._run(closure)
+        if isinstance(result, tuple):
+            parts = unpacked(result)
             if capture is not None:
-                capture.watch_backward = True
-            result = self._run(closure)
-            if isinstance(result, tuple):
-                parts = unpacked(result)
-                if capture is not None:
-                    capture.watch_backward = False
-                self.measurement.loss(self.accumulated, capture, *parts).backward()
-                return
-            self.measurement.take_returned_loss(self.accumulated, capture, result, self._gradients())
+                capture.watch_backward = False
+            self.measurement.loss(self.accumulated, capture, *parts).backward()
+            return
+        self.measurement.take_returned_loss(self.accumulated, capture, result, self._gradients())
 
     def _run(self, closure: Closure) -> tuple[Tensor | None, ...] | Tensor:
         earlier = self._gradients() if self.accumulated.draws else []
-        result = closure()
+        result = self.transaction.run(closure)
         if any(old is not None and new is not old for old, new in zip(earlier, self._gradients(), strict=False)):
             raise RuntimeError("the closure dropped the gradients of an earlier draw: take zero_grad out of it")
         return result
