@@ -435,7 +435,11 @@ def test_a_batch_in_which_nothing_counts_is_reported() -> None:
     model = torch.nn.Linear(3, 4).cuda()
     optimizer = ng.NoisyAdam(model, ng.Categorical(ignore_index=-1), num_data=10, stats_every=1, factor_every=4)
     x, label = torch.randn(5, 3, device="cuda"), torch.full((5,), -1, device="cuda")
-    with pytest.raises(ng.NonFiniteError):
+
+    def train() -> None:
         for _ in range(10):
             optimizer.step(lambda: (model(x), label))
+
+    with pytest.raises(ng.NonFiniteError):
+        train()
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
