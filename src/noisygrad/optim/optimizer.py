@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from noisygrad.algorithm.fisher import FisherStart
 from noisygrad.curvature.capture import Capture, unwrapped
 from noisygrad.curvature.fisher import FisherKind
-from noisygrad.distributed import Ranks
+from noisygrad.distributed import Group, Ranks
 from noisygrad.families.base import DampingMode
 from noisygrad.likelihoods import Likelihood
+from noisygrad.optim.accumulated import Accumulated, GradientWatch
 from noisygrad.optim.assembly import assemble
 from noisygrad.optim.draw import Draw
-from noisygrad.optim.measurement import Accumulated, Closure
+from noisygrad.optim.measurement import Closure
 from noisygrad.optim.options import FisherPass, GroupPatterns, Options, Schedule, check_arguments, check_rates
 from noisygrad.optim.state import OptimizerState, blocks_of_parameters
 from noisygrad.optim.update import ParamGroups, Scaling
@@ -65,6 +66,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
         groups: patterns of parameter names with their own lr, momentum, damping or noise.
         seed: of the optimiser's own generator; one for each replica, or for the first of them.
         same_draw_on_all_ranks: draw the same weights in all processes of a distributed training.
+        process_group: the processes that train this model together; None for those of its DistributedDataParallel, or
+            else for all there are, and "alone" for a training of this process by itself.
         capturable: keep every group's lr as a tensor on the device, as torch.optim does, so that a captured step
             follows a scheduler. Schedules of `kl_clip` and `fisher_decay` are read when the step is captured.
     """
@@ -103,6 +106,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         groups: Mapping[str, Mapping[str, Any]] | None = None,
         seed: int | Sequence[int] | None = None,
         same_draw_on_all_ranks: bool = False,
+        process_group: Group = None,
         capturable: bool = False,
     ) -> None:
         self.options = Options(
@@ -124,7 +128,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         prior_variance = check_arguments(model, likelihood, prior_variance, prior, damping_mode, self.family)
         defaults = {"lr": lr, "momentum": momentum, "damping": damping, "noise": noise}
         patterns = GroupPatterns(groups, defaults)
-        self.ranks = Ranks(model)
+        self.ranks = Ranks(model, process_group)
         self.module = model
         """The model as it was given: wrapped, where it was."""
         self.model = unwrapped(model)
@@ -161,8 +165,9 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self.algorithm, self.weights = self.update.algorithm, self.update.weights
         self.measurement, self.guard, self.running = self.update.measurement, self.update.guard, self.update.running
         self.covariance = self.algorithm.covariance
-        self.accumulated = Accumulated()
-        self._capture = Capture(self.structure.layers)
+        self.accumulated = Accumulated(self.guard.deferred)
+        self._capture, self._watch = Capture(self.structure.layers), GradientWatch(parameters)
+        self._unscaled: Tensor | None = None
         self.steps = 0
         """How many steps were made."""
         self._in_closure = False
@@ -203,7 +208,6 @@ class NoisyOptimizer(torch.optim.Optimizer):
             raise RuntimeError("step() inside sampled(): leave the context first, which ends the draw")
         self.check_still_valid()
         if closure is not None:
-            self._drop()
             self._in_closure = True
             try:
                 self._evaluate(closure)
@@ -213,7 +217,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         found.check_complete()
         loss = None if closure is None else found.mean_loss()
         try:
-            scaling = Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+            scaling = Scaling.of(vars(self), self._unscaled)
             self.update.apply(self.steps + 1, found, scaling)
         except BaseException:
             self.weights.mean.write_parameters_()
@@ -227,10 +231,16 @@ class NoisyOptimizer(torch.optim.Optimizer):
         return loss
 
     def check_still_valid(self) -> None:
-        """Raise if a parameter was frozen, or a learning rate made senseless, since the optimiser was made."""
+        """Raise if a parameter was frozen, a rate made senseless or a process group made since the optimiser was."""
+        self.ranks.check_current()
         if not all(parameter.requires_grad for parameter in self.structure.parameters.values()):
             self.structure.check_trainable()
         check_rates(self.param_groups)
+
+    def unscale_(self, scaler: torch.amp.GradScaler) -> None:
+        """`scaler.unscale_(optimizer)`, to be called in its place: so the step knows what gradients lack."""
+        scaler.unscale_(self)
+        self._unscaled = scaler.scale(torch.ones((), device=self.device))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients and everything pending from draws since the last step.
@@ -252,7 +262,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
         """`zero_grad` without its profiling: it runs in every step."""
         for parameter in self.structure.parameters.values():
             parameter.grad = None
-        self.accumulated = Accumulated()
+        self.accumulated = Accumulated(self.guard.deferred)
+        self._unscaled = None
 
     def _drop(self) -> None:
         """Give up what is pending, and what it did to running statistics."""
@@ -332,21 +343,26 @@ class NoisyOptimizer(torch.optim.Optimizer):
         """A draw, with the layers recorded where statistics are due; `restore` as in `DrawnWeights.in_model`."""
         if self.weights.current is not None:
             raise RuntimeError("sampled() contexts cannot be nested")
+        self._watch.check(self.accumulated.draws)
         due = with_statistics and self.options.stats_due(self.steps + 1)
         capture = self._capture if due else None
-        draw = Draw(lambda output, target: self.measurement.loss(self.accumulated, capture, output, target))
+        draw = Draw(
+            lambda output, target: self.measurement.loss(self.accumulated, capture, output, target, observe=True),
+            lambda: self.accumulated.pending,
+        )
         if self.accumulated.draws == 0:
             self.running.keep()
         states = self.weights.generator_states()
         try:
             with self.weights.in_model(draw, capture, self.accumulated.own_buffer, restore):
                 yield draw, capture
+            self.accumulated.add_draw(self.weights.flat)
         except BaseException:
             self.weights.set_generator_states(states)
             self._drop()
             raise
-        self.accumulated.add_draw(self.weights.flat)
         self.accumulated.expected_statistics |= due
+        self._watch.note()
 
     @torch.enable_grad()
     def _evaluate(self, closure: Closure) -> None:
@@ -376,16 +392,12 @@ class NoisyOptimizer(torch.optim.Optimizer):
                     raise TypeError(f"the closure must return (output, target); it returned {len(result)} things")
                 if capture is not None:
                     capture.watch_backward = False
-                self.measurement.loss(self.accumulated, capture, *result).backward()
+                self.measurement.loss(self.accumulated, capture, *result, observe=False).backward()
                 return
-            self.measurement.take_returned_loss(self.accumulated, capture, result, self._gradients())
+            self.measurement.take_returned_loss(self.accumulated, capture, result)
 
     def _run(self, closure: Closure) -> tuple[Tensor, Tensor] | Tensor:
-        earlier = self._gradients() if self.accumulated.draws else []
         result = closure()
-        if any(old is not None and new is not old for old, new in zip(earlier, self._gradients(), strict=False)):
-            raise RuntimeError("the closure dropped the gradients of an earlier draw: take zero_grad out of it")
+        if self.accumulated.draws:
+            self._watch.check_kept()
         return result
-
-    def _gradients(self) -> list[Tensor | None]:
-        return [parameter.grad for parameter in self.structure.parameters.values()]

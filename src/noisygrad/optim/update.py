@@ -2,19 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from noisygrad.algorithm.step import NoisyNaturalGradient
-from noisygrad.distributed import Ranks
+from noisygrad.distributed import GradientReduction, Ranks
 from noisygrad.likelihoods import Likelihood
+from noisygrad.optim.accumulated import Accumulated
 from noisygrad.optim.draw import DrawnWeights
 from noisygrad.optim.execution import Executor
 from noisygrad.optim.finite import FiniteGuard, RunningStatistics
-from noisygrad.optim.measurement import Accumulated, BatchMeasurement
+from noisygrad.optim.measurement import BatchMeasurement
 from noisygrad.optim.options import Options
 from noisygrad.posterior.weights import FlatWeights
 
@@ -38,6 +39,19 @@ class Scaling:
 
     scale: Tensor | None = None
     found_inf: Tensor | None = None
+    unscaled: Tensor | None = None
+    """A scale that losses had and gradients have no longer."""
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any], unscaled: Tensor | None) -> Self:
+        """From the attributes that a GradScaler sets; raises where it has unscaled gradients and nobody said so."""
+        if unscaled is None and "grad_scale" in told and told["grad_scale"] is None:
+            raise RuntimeError(
+                "a GradScaler has unscaled the gradients, so the factor that the losses were scaled by is not known "
+                "any more: call optimizer.unscale_(scaler) in place of scaler.unscale_(optimizer), then clip. Where a "
+                "framework unscales by itself, bound the step by kl_clip and let it leave the gradients as they are"
+            )
+        return cls(told.get("grad_scale"), told.get("found_inf"), unscaled)
 
 
 class DeviceScalars:
@@ -50,6 +64,8 @@ class DeviceScalars:
         self.rate = like.new_zeros(())
         """1 − `fisher_decay`."""
         self.loss = like.new_zeros(())
+        self.weight = like.new_zeros(())
+        """What the gradient is divided by."""
         self.mask = like.new_zeros(())
         self._known: dict[str, float] = {}
 
@@ -97,47 +113,78 @@ class Update:
 
     def __post_init__(self) -> None:
         self.scalars = DeviceScalars(self.algorithm.mean, len(self.groups.parts))
+        self.reduction = GradientReduction(self.ranks)
 
     def apply(self, step: int, found: Accumulated, scaling: Scaling) -> None:
         """Fisher, factors, mean and observation noise from what was accumulated, in this order."""
         decay, clip = self.options.decay_at(step), self.options.clip_at(step)
-        found.sum_over(self.ranks, self.algorithm.covariance.statistics)
         self.gradient.read_gradients_()
+        if scaling.unscaled is not None:
+            found.weight = found.weight / scaling.unscaled
+        if self.ranks.active:
+            scaling = self._share(step, found, scaling)
+        found.check_weight()
+        weight = found.weight
         if self.executor.deferred:
             # As tensors, so that a step that is recorded now reads the numbers of the step that replays it.
             scalars = self.scalars
             scalars.set(self.groups.settings, clip, 1.0 - decay)
             if (loss := found.mean_loss()) is not None:
                 scalars.loss.copy_(loss)
+            if isinstance(weight, Tensor):
+                weight = scalars.weight.copy_(weight)
             if self._is_plain(step, found, scaling):
-                work = lambda: self._move(scalars.groups, scalars.clip, self._watched(found, scalars.loss, scaling))  # noqa: E731
-                self.executor.run("step", self.replay_key(), work)
+                key = self.replay_key() if isinstance(weight, float) else (self.replay_key(), "weighted")
+                work = lambda: self._move(  # noqa: E731
+                    scalars.groups, scalars.clip, self._watched(found, scalars.loss, scaling, weight)
+                )
+                self.executor.run("step", key, work)
                 return
-            mask = self._watch_and_measure(step, found, scaling, scalars.rate)
+            mask = self._watch_and_measure(step, found, scaling, weight, scalars.rate)
             assert mask is not None
             scalars.mask.copy_(mask)
             work = lambda: self._move(scalars.groups, scalars.clip, scalars.mask)  # noqa: E731
             self.executor.run("move", self.replay_key(), work)
         else:
-            mask = self._watch_and_measure(step, found, scaling, 1.0 - decay)
+            mask = self._watch_and_measure(step, found, scaling, float(weight), 1.0 - decay)
             self._move(self.groups.settings, clip, mask)
         if found.noise is not None:
-            self._update_noise(found.noise / found.noise_examples, mask)
+            self._update_noise(found.noise / found.noise_weight, mask)
+
+    def _share(self, step: int, found: Accumulated, scaling: Scaling) -> Scaling:
+        """Bring together what the ranks have, with the gradients where nobody has reduced them yet."""
+        flat, others = self.gradient.flat, list[Tensor]()
+        look = self.options.factors_due(step)
+        reduced = self.reduction.is_done(self._parts(flat), self._parts(self.algorithm.mean), found.mean_loss(), look)
+        if not reduced:
+            others.append(flat)
+            if scaling.scale is not None:  # each rank has its own
+                flat.div_(scaling.scale)
+                found.weight = found.weight / scaling.scale
+        if scaling.found_inf is not None:
+            skip = scaling.found_inf.to(flat).reshape(()).clone()
+            others.append(skip)
+            scaling = replace(scaling, found_inf=skip)
+        found.sum_over(self.ranks, self.algorithm.covariance.statistics, others)
+        if not reduced:
+            flat.div_(self.ranks.size)
+        return scaling
+
+    def _parts(self, flat: Tensor) -> list[Tensor]:
+        """A flat vector layer by layer."""
+        sizes = [unit.size for block in self.algorithm.covariance.blocks for unit in block.units]
+        return list(flat.split(sizes, dim=-1))
 
     def replay_key(self) -> tuple[Any, ...]:
         """Changes whenever a recorded step would do something else."""
         return (self.weights.memory(), self.scalars.key())
 
     def _watch_and_measure(
-        self, step: int, found: Accumulated, scaling: Scaling, rate: float | Tensor
+        self, step: int, found: Accumulated, scaling: Scaling, weight: float | Tensor, rate: float | Tensor
     ) -> Tensor | None:
-        """Whatever there is to scale, to measure and to refresh before the mean moves, and the mask of the step."""
-        if scaling.scale is not None:
-            self.gradient.flat.div_(scaling.scale)
-        if (count := found.calls or found.draws) > 1:  # the mean over losses, of which there is the sum
-            self.gradient.flat.div_(count)
+        """Whatever there is to measure and to refresh before the mean moves, and the mask of the step."""
         # Ranks must agree on what is finite, and each has a loss of its own.
-        mask = self._watched(found, None if self.ranks.active else found.loss, scaling)
+        mask = self._watched(found, None if self.ranks.active else found.loss, scaling, weight)
         refresh = self.options.factors_due(step)
         fisher = self.algorithm.covariance.fisher
         with fisher.unchanged_on_failure() if refresh else nullcontext():
@@ -152,7 +199,7 @@ class Update:
         return mask
 
     def _is_plain(self, step: int, found: Accumulated, scaling: Scaling) -> bool:
-        """Whether this step is one draw and one loss without anything to scale, to measure or to refresh."""
+        """Whether this step is one draw and one loss without anything to measure or to refresh."""
         return (
             not self.ranks.active
             and found.draws == 1
@@ -160,13 +207,16 @@ class Update:
             and not found.statistics
             and found.noise is None
             and not self.options.factors_due(step)
-            and scaling.scale is None
             and scaling.found_inf is None
         )
 
-    def _watched(self, found: Accumulated, loss: Tensor | None, scaling: Scaling) -> Tensor | None:
-        """Add Γ (w − m₀), at the sampled weights, to the gradient, and see whether the step may go on."""
+    def _watched(
+        self, found: Accumulated, loss: Tensor | None, scaling: Scaling, weight: float | Tensor
+    ) -> Tensor | None:
+        """The mean gradient, with Γ (w − m₀) at the sampled weights, and whether the step may go on."""
         gradient = self.gradient.flat
+        if isinstance(weight, Tensor) or weight != 1.0:
+            gradient.div_(weight)
         self.algorithm.add_prior_(gradient, found.mean_weights())
         doubtful = {} if found.known_finite else found.statistics
         return self.guard.watch(gradient, loss, doubtful, found.traces, scaling.found_inf)
