@@ -119,6 +119,8 @@ def measure(
     kind: FisherKind = "exact",
     target: Tensor | None = None,
     seed: int = 0,
+    weight: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Structure, dict[str, Statistics]]:
     """The statistics of one batch as an optimiser of this family would take them, by block."""
     structure = build_structure(model, family)
@@ -126,6 +128,9 @@ def measure(
     others = [(unit, structure.parameters[unit.slots[0].parameter]) for unit in structure.units if unit.kind == "other"]
     with Capture(structure.layers) as capture:
         output = model(x)
+        counted = None
+        if target is not None:
+            counted, target = likelihood.counted(output, target, weight, mask)
         passes = list(
             fisher_passes(
                 kind,
@@ -136,6 +141,7 @@ def measure(
                 others=others,
                 generators=[torch.Generator().manual_seed(seed)],
                 dtype=torch.float64,
+                counted=counted,
             )
         )
     found: dict[str, Statistics] = {}

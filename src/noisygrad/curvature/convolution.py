@@ -76,13 +76,18 @@ class PatchedPass(MatrixPass):
 
     def input_moment(self) -> Tensor:
         count = self.gradients.shape[0] * self.gradients.shape[1]
-        products, sums = None, None
+        products, sums, done = None, None, 0
+        roots = None if self.counted is None else self._position_weights(self.counted).sqrt()
         # A quarter as many patches as per-example gradients keep a GPU busy.
         for images, _ in self._parts(4 * self._patch_size * self.gradients.shape[1]):
             rows = patches(self._module, images).flatten(0, 1)
+            root = None if roots is None else roots[done : done + len(images)].flatten()
+            rows = rows if root is None else rows * root.unsqueeze(-1)
             products = gram(rows) if products is None else products.addmm_(rows.mT, rows)
             if self.constant:
-                sums = column_sums(rows) if sums is None else sums.add_(column_sums(rows))
+                total = column_sums(rows) if root is None else root @ rows
+                sums = total if sums is None else sums.add_(total)
+            done += len(images)
             del rows  # before the next are made
         assert products is not None
         means = None if sums is None else sums.div_(count)
@@ -153,7 +158,7 @@ class ConvolutionPass(PatchedPass):
     def moments(self) -> Statistics:
         """A and S. A large A is stored as bands, so the whole one is made in memory that is used again."""
         size = self._patch_size + self.constant
-        if size < triangles.LARGE:
+        if size < triangles.LARGE or self.counted is not None:
             return super().moments()
         place = scratch_buffer(size * size, self._images.dtype).view(size, size)
         whole = kronecker.Statistics(self._write_input_moment_(place), self.output_moment())
@@ -161,6 +166,8 @@ class ConvolutionPass(PatchedPass):
 
     def input_moment(self) -> Tensor:
         """The mean of a aᵀ, shift by shift."""
+        if self.counted is not None:
+            return super().input_moment()
         size = self._patch_size + self.constant
         return self._write_input_moment_(self._images.new_empty(size, size))
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from noisygrad.curvature.capture import Record
-from noisygrad.curvature.layers import perhaps_summed
+from noisygrad.curvature.layout import measure_layouts, perhaps_shared
 from noisygrad.curvature.passes import Batch, Pass, SummedPass
 from noisygrad.curvature.summaries import PassSummary, Summarise, gradient_hooks, hookable
 from noisygrad.families.units import Unit
-from noisygrad.likelihoods import Likelihood
+from noisygrad.likelihoods import Counted, Likelihood
 
 FisherKind = Literal["sampled", "exact", "empirical"]
 Parameters = Sequence[tuple[Unit, Tensor]]
@@ -42,27 +42,35 @@ def fisher_passes(
     dtype: torch.dtype,
     keep: int | None = None,
     summarise: Summarise | None = None,
+    counted: Counted | None = None,
 ) -> Iterator[dict[str, Pass]]:
     """The passes whose mean is the Fisher: for each, every unit that took part, by name.
 
     `output` keeps its graph. Of `others` only a summed gradient is known; each example's share gets a random sign
     (`SummedPass` says why), which changes nothing for the layers. Only the first `keep` examples are used. With
-    `summarise`, only what it returns is kept of a pass.
+    `summarise`, only what it returns is kept of a pass. `counted` says what counts of the targets; None if all does.
     """
     lead = len(likelihood.replicas)
-    batch = Batch(output.shape[lead], output.shape[lead] if keep is None else keep, dtype)
+    kept = output.shape[lead] if keep is None else keep
+    counted = None if counted is None else counted.first(kept)
+    batch = Batch(output.shape[lead], kept, dtype, counted)
+    measure_layouts(output, records, batch)
     if batch.kept < batch.size:
         output, target = output.narrow(lead, 0, batch.kept), target.narrow(lead, 0, batch.kept)
-    summed = bool(others) or any(perhaps_summed(record.module, record.inputs) for record in records)
+    summed = bool(others) or any(perhaps_shared(record.module, record.inputs) for record in records)
     signs = random_signs(output, lead, generators) if summed else None
     hooked = [False] * len(records) if summarise is None else hookable(records)
     if kind == "exact":
         columns = likelihood.output_fisher_factor(output.detach())
         starts: Iterable[Tensor] = (column * len(columns) ** 0.5 for column in columns)
+    elif kind == "sampled":
+        starts = [likelihood.sampled_score(output.detach(), generators)]
     else:
-        target = likelihood.sample(output.detach(), generators) if kind == "sampled" else target
         starts = [likelihood.score(output, target)]
+    root = None if counted is None else likelihood.weights_of_outputs(counted.relative().sqrt(), output)
     for start in starts:
+        if root is not None:
+            start = start * root  # noqa: PLW2901
         signed = start if signs is None else start * signs.reshape(*signs.shape, *[1] * (start.dim() - signs.dim()))
         yield _differentiate(output, signed, records, hooked, others, batch, summarise)
 
@@ -123,7 +131,9 @@ def _differentiate(
     def take(record: Record, gradient: Tensor) -> None:
         # Autograd records nothing during a backward pass, so no_grad is not needed.
         with _without_autocast(device):
-            keep(record.unit.name, _layer_pass(record, gradient, batch), (record.inputs,))
+            one = _layer_pass(record, gradient, batch)
+            one.counted = batch.counted
+            keep(record.unit.name, one, (record.inputs,))
 
     with gradient_hooks(in_hooks, take) if in_hooks else nullcontext():
         gradients = torch.autograd.grad(output, places, start.to(output.dtype), retain_graph=True, allow_unused=True)
@@ -151,7 +161,10 @@ def _layer_passes(records: Sequence[Record], gradients: Sequence[Tensor], batch:
     calls: dict[str, list[Pass]] = {}
     for record, gradient in zip(records, gradients, strict=True):
         calls.setdefault(record.unit.name, []).append(_layer_pass(record, gradient, batch))
-    return {name: several[0] if len(several) == 1 else several[0].joined(several) for name, several in calls.items()}
+    passes = {name: some[0] if len(some) == 1 else some[0].joined(some) for name, some in calls.items()}
+    for one in passes.values():
+        one.counted = batch.counted
+    return passes
 
 
 def _layer_pass(record: Record, gradient: Tensor, batch: Batch) -> Pass:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from noisygrad.curvature.convolution import ConvolutionPass, PatchedPass
+from noisygrad.curvature.layout import is_shared
 from noisygrad.curvature.passes import Batch, ElementwisePass, EmbeddingPass, MatrixPass, Pass, SummedPass, arrange
 from noisygrad.curvature.registry import Layer, register_layer
 from noisygrad.curvature.windows import patches
@@ -115,19 +116,11 @@ def _embedding_units(name: str, module: nn.Embedding, trainable: frozenset[str])
 def _observe_embedding(unit: Unit, module: nn.Embedding, inputs: Tensor, gradient: Tensor, batch: Batch) -> Pass:
     if module.padding_idx is not None:
         gradient = gradient.masked_fill((inputs == module.padding_idx).unsqueeze(-1), 0.0)
-    if perhaps_summed(module, inputs) and batch.size not in (inputs.shape[0], inputs.shape[-1]):
+    if is_shared(module, inputs, batch):
         whole = EmbeddingPass(inputs.reshape(1, -1), batch.precise(gradient).flatten(0, -2).unsqueeze(0), unit.outputs)
         return SummedPass(whole.rows().squeeze(0), batch.kept)
     indices = arrange(inputs.unsqueeze(-1), batch, unit).squeeze(-1)
     return EmbeddingPass(indices, arrange(gradient, batch, unit), unit.outputs)
-
-
-def perhaps_summed(module: nn.Module, inputs: Tensor) -> bool:
-    """Whether gradients may be summed over examples, as of a table of positions that is looked up once for all.
-
-    A row of indices, even as long as the batch, may be positions.
-    """
-    return isinstance(module, nn.Embedding) and (inputs.dim() == 1 or (inputs.dim() == 2 and inputs.shape[0] == 1))
 
 
 register_layer(nn.Embedding, Layer(_embedding_units, _observe_embedding, builtin=True))

@@ -22,6 +22,7 @@ from noisygrad.families.units import Unit, joined
 from noisygrad.kernels import squares
 from noisygrad.kernels.products import second_moment
 from noisygrad.kernels.squared_products import sum_of_squared_products, sum_of_squares_in_basis
+from noisygrad.likelihoods import Counted
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Batch:
     size: int
     kept: int
     dtype: torch.dtype
+    counted: Counted | None = None
+    """What counts of those that are kept; None where all does."""
 
     def first(self, tensor: Tensor, dim: int) -> Tensor:
         """The kept examples, in the statistics' type; `dim` may be the batch folded with positions after it."""
@@ -59,7 +62,8 @@ def arrange(tensor: Tensor, batch: Batch, unit: Unit) -> Tensor:
         tensor = batch.first(tensor, lead)
         return tensor.unsqueeze(-2) if len(sizes) == 1 else tensor.flatten(lead + 1, -2)
     if sizes and batch.size and sizes[0] % batch.size == 0:
-        return batch.first(tensor, lead).reshape(*tensor.shape[:lead], batch.kept, -1, tensor.shape[-1])
+        positions = tensor.shape[lead:-1].numel() // batch.size
+        return batch.first(tensor, lead).reshape(*tensor.shape[:lead], batch.kept, positions, tensor.shape[-1])
     raise ValueError(
         f"layer {unit.name!r} saw a tensor of shape {tuple(tensor.shape)} while the loss has a batch of {batch.size}: "
         "its per-example gradients are not defined. Give the layer inputs with the batch in front, or freeze it."
@@ -71,6 +75,8 @@ class Pass(ABC):
 
     examples: int
     """How many examples it has."""
+    counted: Counted | None = None
+    """What counts of them, of which the gradients know already; None where all does."""
 
     @abstractmethod
     def rows(self) -> Tensor:
@@ -146,8 +152,45 @@ class MatrixPass(PositionsPass):
         return {"inputs": self.activations, "gradients": self.gradients}
 
     def input_moment(self) -> Tensor:
-        """The mean of a aᵀ over examples and positions, the constant included: A of a Kronecker block."""
+        """The mean of a aᵀ over examples and positions that count, the constant included: A of a Kronecker block."""
+        if self.counted is not None:
+            return self.cross_input_moment(self)
         return second_moment(self.activations, self.activations, self.constant, self.constant)
+
+    def cross_input_moment(self, after: MatrixPass) -> Tensor:
+        """The mean of a bᵀ, with b the inputs of another layer at the same positions."""
+        if self.counted is None:
+            return second_moment(self.activations, after.activations, self.constant, after.constant)
+        rows = self._weighted_inputs()
+        return second_moment(rows, rows if after is self else after._weighted_inputs(), False, False)
+
+    def _weighted_inputs(self) -> Tensor:
+        """The inputs with their constant, times the roots of weights of mean 1: those of examples and positions."""
+        inputs = self.activations
+        if self.constant:
+            inputs = torch.cat([inputs, inputs.new_ones(*inputs.shape[:-1], 1)], -1)
+        assert self.counted is not None
+        return inputs * self._position_weights(self.counted).sqrt().unsqueeze(-1)
+
+    def _position_weights(self, counted: Counted) -> Tensor:
+        """Weights `[..., B, T]` of mean 1: that of the example where a position counts, else 0.
+
+        Positions count where the mask says so, or where a gradient arrives: what a target is not asked of may still be
+        looked at by others. Where the layer has other positions than the mask, all count of an example that is whole.
+        """
+        reached = (self.gradients != 0).any(-1)
+        if self.grouped:
+            reached = reached.any(-3)
+        masked, positions = counted.positions, reached.shape[-1]
+        if masked is None or positions == 1:
+            counts = torch.ones_like(reached)
+        elif masked.shape[-1] == positions:
+            counts = masked | reached
+        else:
+            counts = masked.all(-1, keepdim=True) | reached
+        weights = counted.examples.to(self.gradients.dtype).unsqueeze(-1) * counts
+        weights = weights / weights.mean((-2, -1), keepdim=True)
+        return weights.unsqueeze(-3) if self.grouped else weights
 
     def output_moment(self) -> Tensor:
         """The mean over examples and the sum over positions of g gᵀ: S of a Kronecker block."""

@@ -124,7 +124,7 @@ class Tridiagonal(Family):
         for i, (one, after) in enumerate(pairwise(seen)):
             if one is None or after is None or one.gradients.shape[-3:-1] != after.gradients.shape[-3:-1]:
                 continue
-            cross_inputs[i] = second_moment(one.activations, after.activations, one.constant, after.constant)
+            cross_inputs[i] = one.cross_input_moment(after)
             positions = one.gradients.shape[-2]
             cross_outputs[i] = second_moment(one.gradients, after.gradients, False, False) * positions
         return Statistics(tuple(inputs), tuple(outputs), tuple(cross_inputs), tuple(cross_outputs))

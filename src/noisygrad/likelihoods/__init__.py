@@ -3,6 +3,7 @@
 from noisygrad.likelihoods.base import Likelihood
 from noisygrad.likelihoods.bernoulli import Bernoulli
 from noisygrad.likelihoods.categorical import Categorical
+from noisygrad.likelihoods.counted import Counted
 from noisygrad.likelihoods.gaussian import Gaussian
 from noisygrad.likelihoods.heteroscedastic import HeteroscedasticGaussian
 from noisygrad.likelihoods.poisson import Poisson
@@ -13,6 +14,7 @@ __all__ = [
     "Gaussian",
     "HeteroscedasticGaussian",
     "Categorical",
+    "Counted",
     "Bernoulli",
     "Poisson",
     "UnknownLikelihoodError",

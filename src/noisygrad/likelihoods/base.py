@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from noisygrad.likelihoods.counted import Counted, count_parts
 from noisygrad.predictions import Prediction
 
 
@@ -66,6 +67,42 @@ class Likelihood(nn.Module, ABC):
             )
         return -log_prob.sum() / expected[-1]
 
+    def terms(self, output: Tensor, target: Tensor) -> Tensor:
+        """Log-likelihood of each part of the targets that is independent of the others, `[*replicas, batch, *parts]`.
+
+        Where it is not defined an example is one part, so that `mask` can leave out whole examples only.
+        """
+        return self.log_prob(output, target)
+
+    def part_weights(self, target: Tensor) -> Tensor | None:
+        """The weight that the likelihood itself gives each part of the targets; None where all count alike."""
+        return None
+
+    def counted(
+        self, output: Tensor, target: Tensor, weight: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Counted | None, Tensor]:
+        """What counts of a batch, None where all does, and its targets with 0 in place of those that do not."""
+        if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
+            return None, target  # for `check` to refuse
+        own = self.part_weights(target)
+        arguments = {"weight": weight, "mask": mask, "own": own}
+        return count_parts(type(self).__name__, len(self.replicas), output, target, **arguments)
+
+    def counted_nll(self, output: Tensor, target: Tensor, counted: Counted) -> Tensor:
+        """The loss of what counts: Σ v · nll over the sum of the weights of examples, summed over replicas."""
+        terms = self.terms(output, target)
+        if counted.weight.shape != terms.shape[: counted.weight.dim()]:
+            raise ValueError(
+                f"{type(self).__name__}: what counts is of shape {list(counted.weight.shape)}, but the log-likelihood "
+                f"is known for parts {list(terms.shape)}; define `terms`, or leave out whole examples only."
+            )
+        summed = (terms * counted.over(terms)).flatten(len(self.replicas)).sum(-1)
+        return -(summed / counted.total).sum()
+
+    def weights_of_outputs(self, weight: Tensor, output: Tensor) -> Tensor:
+        """Weights of parts, `[*replicas, batch, *parts]`, in a shape that broadcasts to the output."""
+        return weight.reshape(*weight.shape, *[1] * (output.dim() - weight.dim()))
+
     def score(self, output: Tensor, target: Tensor) -> Tensor:
         """∂ log p / ∂ output, of the output's shape: what a backward pass of `log_prob` starts from."""
         with torch.enable_grad():
@@ -81,6 +118,10 @@ class Likelihood(nn.Module, ABC):
         torch's own.
         """
 
+    def sampled_score(self, output: Tensor, generators: Sequence[torch.Generator] | None = None) -> Tensor:
+        """`score` at targets that are drawn from the model: its second moment is the exact Fisher of the output."""
+        return self.score(output, self.sample(output, generators))
+
     @abstractmethod
     def output_fisher_factor(self, output: Tensor) -> Tensor:
         """Columns f_k, `[columns, *output.shape]`, with Σ_k f_k f_kᵀ the exact Fisher of each example's output."""
@@ -89,8 +130,8 @@ class Likelihood(nn.Module, ABC):
     def predictive(self, outputs: Tensor) -> Prediction:
         """The mixture over weight samples, from outputs `[samples, *replicas, batch, *event]`."""
 
-    def observe(self, output: Tensor, target: Tensor) -> Tensor | None:
-        """The statistic of one batch that `update_noise_` learns the noise from; None where no noise is learned."""
+    def observe(self, output: Tensor, target: Tensor, counted: Counted | None = None) -> Tensor | None:
+        """What `update_noise_` learns the noise from, a mean over examples; None where no noise is learned."""
         return None
 
     def update_noise_(self, statistic: Tensor, num_data: float | Tensor, kl_weight: float | Tensor) -> None:

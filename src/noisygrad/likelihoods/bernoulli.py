@@ -25,9 +25,13 @@ class Bernoulli(Likelihood):
             "Encode the two classes as 0 and 1."
         )
 
+    def terms(self, output: Tensor, target: Tensor) -> Tensor:
+        """y log p + (1 − y) log(1 − p) of each output."""
+        return -F.binary_cross_entropy_with_logits(widened(output), target, reduction="none")
+
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         """y log p + (1 − y) log(1 − p), `[*replicas, batch]`, summed over outputs."""
-        return -self.sum_event(F.binary_cross_entropy_with_logits(widened(output), target, reduction="none"))
+        return self.sum_event(self.terms(output, target))
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
         """∂ log p / ∂ output: y minus its probability."""

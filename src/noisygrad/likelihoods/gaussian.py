@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from noisygrad.likelihoods.base import Likelihood, diagonal_columns, widened
+from noisygrad.likelihoods.counted import Counted
 from noisygrad.predictions import RegressionPrediction
 
 _SMALLEST_VARIANCE = 1e-10
@@ -64,7 +65,6 @@ class Gaussian(Likelihood):
         self.per_output = bool(per_output)
         self.noise_decay = float(noise_decay)
         self._bound = False
-        self._outputs_per_noise: int | None = None
         if self._has_posterior and self.noise_prior is not None:
             self.register_buffer("noise_shape", torch.full((1,), self.noise_prior[0]))
             self.register_buffer("noise_rate", torch.full((1,), self.noise_prior[1]))
@@ -147,10 +147,14 @@ class Gaussian(Likelihood):
 
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         """E_q(τ)[log p], `[*replicas, batch]`: ½[ψ(α) − log β − (α/β)(y − f)² − log 2π] summed over outputs."""
+        return self.sum_event(self.terms(output, target))
+
+    def terms(self, output: Tensor, target: Tensor) -> Tensor:
+        """`log_prob` of each output by itself."""
         self._expand(output)
         squared = (widened(output) - target).square()
         scale, normaliser = (self._over_event(part, output) for part in (self.half_precision, self.half_log_normaliser))
-        return -self.sum_event(scale * squared + normaliser)
+        return -(scale * squared + normaliser)
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
         """∂ log p / ∂ output: E[τ] (y − f)."""
@@ -198,12 +202,24 @@ class Gaussian(Likelihood):
         degrees = self._over_event(2 * self.noise_shape, outputs[0]) if self._has_posterior else None
         return RegressionPrediction(outputs, scale, degrees, self.event_dims(outputs[0]))
 
-    def observe(self, output: Tensor, target: Tensor) -> Tensor | None:
-        """Mean squared error over the batch and the outputs that share a noise, `[*replicas, K]`."""
+    def observe(self, output: Tensor, target: Tensor, counted: Counted | None = None) -> Tensor | None:
+        """Σ (y − f)² over the outputs that share a noise, and how many these are: means over examples.
+
+        `[2, *replicas, K]`. Where not all counts, both are of what does, with its weights.
+        """
         if self.fixed_variance is not None:
             return None
-        self._outputs_per_noise = self._expand(output)
-        return self._mean_square(output.detach(), target.detach())
+        sharing = self._expand(output)
+        output, target = output.detach(), target.detach()
+        if counted is None:
+            error = self._mean_square(output, target) * sharing
+            return torch.stack([error, torch.full_like(error, sharing)])
+        weight = counted.relative()
+        squared = (widened(output) - target).square()
+        weight = weight.reshape(*weight.shape, *[1] * (squared.dim() - weight.dim())).expand_as(squared)
+        batch_dim = len(self.replicas)
+        means = torch.stack([weight * squared, weight.to(squared.dtype)]).mean(batch_dim + 1).flatten(batch_dim + 1)
+        return means if self.half_precision.shape[-1] > 1 else means.sum(-1, keepdim=True)
 
     @torch.no_grad()
     def update_noise_(self, statistic: Tensor, num_data: float | Tensor, kl_weight: float | Tensor) -> None:
@@ -211,19 +227,21 @@ class Gaussian(Likelihood):
 
         `num_data` (N) and `kl_weight` (λ > 0) are numbers, or tensors `[*replicas]`.
         """
-        if self.fixed_variance is not None or self._outputs_per_noise is None:
-            raise ValueError("update_noise_ needs a learned noise and a statistic from observe, which comes first.")
+        if self.fixed_variance is not None:
+            raise ValueError("update_noise_ needs a learned noise.")
         if not isinstance(kl_weight, Tensor) and not kl_weight > 0:
             raise ValueError(f"kl_weight must be positive to learn the noise; got {kl_weight}.")
-        finite = statistic.isfinite()
-        error = statistic.nan_to_num(0.0, 0.0, 0.0).to(self.half_precision.dtype)
+        error, outputs = statistic.to(self.half_precision.dtype)
+        # Of an output that no example has there is nothing to learn.
+        finite = error.isfinite() & (outputs > 0)
+        error = (error / outputs).nan_to_num(0.0, 0.0, 0.0)
         self.noise_updates.add_(finite)
         rate = (self.noise_updates + 1).reciprocal_().clamp_min_(1 - self.noise_decay).mul_(finite)  # ρ_k
         if self.noise_prior is None:
             self.noise_point.lerp_(error, rate).clamp_min_(_SMALLEST_VARIANCE)
         else:
             ratio = num_data / kl_weight
-            counts = (ratio.unsqueeze(-1) if isinstance(ratio, Tensor) else ratio) * (0.5 * self._outputs_per_noise)
+            counts = (ratio.unsqueeze(-1) if isinstance(ratio, Tensor) else ratio) * (0.5 * outputs)
             self.noise_shape.addcmul_(rate, counts + self.noise_prior[0] - self.noise_shape)
             self.noise_rate.lerp_(counts * error + self.noise_prior[1], rate)
         self._refresh()

@@ -24,11 +24,21 @@ class HeteroscedasticGaussian(Likelihood):
             )
         return torch.Size([*output.shape[:-1], output.shape[-1] // 2])
 
-    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
-        """log N(y | mean, exp(log-variance)), `[*replicas, batch]`, summed over outputs."""
+    def terms(self, output: Tensor, target: Tensor) -> Tensor:
+        """log N(y | mean, exp(log-variance)) of each output."""
         mean, log_variance = widened(output).chunk(2, -1)
         squared = (target - mean).square() * torch.exp(-log_variance)
-        return -0.5 * self.sum_event(squared + log_variance + math.log(2 * math.pi))
+        return -0.5 * (squared + log_variance + math.log(2 * math.pi))
+
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        """log N(y | mean, exp(log-variance)), `[*replicas, batch]`, summed over outputs."""
+        return self.sum_event(self.terms(output, target))
+
+    def weights_of_outputs(self, weight: Tensor, output: Tensor) -> Tensor:
+        """A target's weight is that of its mean and of its log-variance."""
+        if weight.dim() == output.dim():
+            weight = torch.cat([weight, weight], -1)
+        return super().weights_of_outputs(weight, output)
 
     def sample(self, output: Tensor, generators: Sequence[torch.Generator] | None = None) -> Tensor:
         """mean + ε·exp(log-variance / 2), `[*replicas, batch, *event]` with half the last dimension."""

@@ -27,11 +27,15 @@ class Poisson(Likelihood):
             f"(least {float(target.min())}, greatest {float(target.max())}). Give counts, or use Gaussian."
         )
 
-    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
-        """y log r − r − log y!, `[*replicas, batch]`, summed over outputs."""
+    def terms(self, output: Tensor, target: Tensor) -> Tensor:
+        """y log r − r − log y! of each output."""
         log_rate = widened(output)
         count = target.to(log_rate.dtype)
-        return self.sum_event(count * log_rate - log_rate.exp() - torch.lgamma(count + 1))
+        return count * log_rate - log_rate.exp() - torch.lgamma(count + 1)
+
+    def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
+        """y log r − r − log y!, `[*replicas, batch]`, summed over outputs."""
+        return self.sum_event(self.terms(output, target))
 
     def score(self, output: Tensor, target: Tensor) -> Tensor:
         """∂ log p / ∂ output: the count minus the rate."""

@@ -16,6 +16,7 @@ from torch.autograd.graph import Node
 
 from noisygrad.distributed import Ranks
 from noisygrad.families.base import Statistics
+from noisygrad.likelihoods import Counted
 from noisygrad.optim.finite import FiniteTrace
 
 TINY = 1e-30
@@ -27,6 +28,8 @@ class LossCall:
 
     root: Node | None
     """Where its output was made, in autograd's graph."""
+    counted: Counted | None = None
+    """What counts of its batch; None where all does."""
     heads: list[LossCall] = field(default_factory=list)
     """All losses of its forward pass, in their order."""
     statistics: dict[str, Statistics] = field(default_factory=dict)
@@ -118,10 +121,10 @@ class Accumulated:
 
     # ---------------------------------------------------------------- losses
 
-    def begin_call(self, output: Tensor) -> LossCall:
+    def begin_call(self, output: Tensor, counted: Counted | None = None) -> LossCall:
         """A loss that is about to be computed; whether it is a further one of an earlier forward pass is found out."""
         self._count_differentiated()
-        call = LossCall(output.grad_fn)
+        call = LossCall(output.grad_fn, counted)
         first = self._first_head(call)
         call.heads = first.heads if first is not None else call.heads
         call.heads.append(call)

@@ -27,7 +27,7 @@ BETWEEN_RANKS = 1_000_003
 class Draw:
     """One draw of the weights, valid inside `with optimizer.sampled() as draw`."""
 
-    def __init__(self, measure: Callable[[Tensor, Tensor], Tensor], pending: Callable[[], Sequence[LossCall]]) -> None:
+    def __init__(self, measure: Callable[..., Tensor], pending: Callable[[], Sequence[LossCall]]) -> None:
         self._measure, self._pending = measure, pending
         self.is_open = True
         self.has_loss = False
@@ -35,8 +35,14 @@ class Draw:
 
     # It leaves much beside tensors, so it is not compiled along with what calls it.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def nll(self, output: Tensor, target: Tensor) -> Tensor:
+    def nll(
+        self, output: Tensor, target: Tensor, *, weight: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         """The loss to differentiate: the mean negative log-likelihood over the batch.
+
+        `weight` are weights of examples, `[batch]`, or of parts of the targets: an example of weight 2 counts like one
+        given twice. `mask` is True where a position counts, `[batch, positions]`: of the targets where it has their
+        shape, and in any case of layers with as many positions. Padding has no part in the loss or the Fisher then.
 
         Where this step takes statistics, they are taken here. Call `backward()` on the result before leaving the
         context. It may be scaled first, by a GradScaler or divided by a number of micro-batches: the factor is seen.
@@ -47,7 +53,7 @@ class Draw:
             raise RuntimeError(
                 "this draw is over: its weights are gone. Compute the loss inside `with optimizer.sampled()`"
             )
-        loss = self._measure(output, target)
+        loss = self._measure(output, target, weight, mask)
         self.has_loss |= loss.requires_grad
         return loss
 

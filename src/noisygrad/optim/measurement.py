@@ -1,9 +1,10 @@
 """What batches leave for a step: losses at drawn weights and, where they are due, Fisher statistics."""
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +26,18 @@ from noisygrad.optim.user_warning import warn_user
 from noisygrad.posterior.modes import with_attributes
 from noisygrad.posterior.structure import Structure
 
-Closure = Callable[[], tuple[Tensor, Tensor] | Tensor]
-"""Returns (output, target); or, having called `backward`, the mean loss."""
+Closure = Callable[[], tuple[Tensor | None, ...] | Tensor]
+"""Returns (output, target), perhaps with a weight and a mask; or, having called `backward`, the mean loss."""
+
+
+def unpacked(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Output, target, weight and mask of what a closure returned."""
+    if not 2 <= len(result) <= 4:
+        raise TypeError(
+            "the closure must return (output, target), perhaps followed by the weights of examples and by a mask of "
+            f"what counts; it returned {len(result)} things"
+        )
+    return result + (None,) * (4 - len(result))
 
 
 @dataclass(kw_only=True)
@@ -56,32 +67,55 @@ class BatchMeasurement:
     # ---------------------------------------------------------------- losses
 
     def loss(
-        self, accumulated: Accumulated, capture: Capture | None, output: Tensor, target: Tensor, *, observe: bool
+        self,
+        accumulated: Accumulated,
+        capture: Capture | None,
+        output: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        mask: Tensor | None = None,
+        *,
+        observe: bool,
     ) -> Tensor:
         """Check the batch, take statistics if layers were recorded, and return the loss.
 
         With `observe` it tells by which factor it is differentiated; else that is 1.
         """
         likelihood, device = self.likelihood, self.like.device.type
+        counted, target = likelihood.counted(output, target, weight, mask)
         likelihood.check(output, target)
+        nll = likelihood.nll if counted is None else partial(likelihood.counted_nll, counted=counted)
         if not (torch.is_grad_enabled() and output.requires_grad):
-            return likelihood.nll(output, target)
-        if torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
-                return self.loss(accumulated, capture, output, target, observe=observe)
+            return nll(output, target)
+        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+            call = accumulated.begin_call(output, counted)
+            loss = self._loss(accumulated, call, capture, output, target, nll)
+            return call.observed(loss) if observe else loss
+
+    def _loss(
+        self,
+        accumulated: Accumulated,
+        call: LossCall,
+        capture: Capture | None,
+        output: Tensor,
+        target: Tensor,
+        nll: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        likelihood = self.likelihood
         output = output if output.dtype in {torch.float32, torch.float64} else output.float()
         if self.guard.deferred:
             self.guard.note_targets(likelihood.invalid(output, target))
             target = likelihood.clamp_invalid_targets(output, target)
-        call = accumulated.begin_call(output)
+            if call.counted is not None:
+                self.guard.note_targets(~(call.counted.total > 0).all())
         if capture is not None:
             self.take(accumulated, call, capture, output, target)
-        loss = likelihood.nll(output, target)
-        call.noise = likelihood.observe(output.detach(), target)
+        loss = nll(output, target)
+        call.noise = likelihood.observe(output.detach(), target, *([] if call.counted is None else [call.counted]))
         accumulated.add_call(call, loss)
         if capture is not None:  # until then another head may need what was recorded
             loss.register_hook(lambda gradient: capture.release())
-        return call.observed(loss) if observe else loss
+        return loss
 
     # ---------------------------------------------------------------- statistics
 
@@ -129,6 +163,7 @@ class BatchMeasurement:
             dtype=self.like.dtype,
             keep=keep,
             summarise=summarise if scarce else None,
+            counted=call.counted,
         )
         for one in passes:
             self._add_pass(accumulated, call, one)
@@ -193,17 +228,18 @@ class BatchMeasurement:
         # In evaluation mode to the end: statistics of a norm's scale ask what it was normalised by.
         norms = [module for module in self.model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
         with with_attributes(norms, training=False):
-            output, target = self._fresh_forward(capture, run)
+            output, *rest = self._fresh_forward(capture, run)
+            counted, target = self.likelihood.counted(output, *rest)
             self.likelihood.check(output, target)
             with torch.autocast(self.like.device.type, enabled=False):
                 output = output if output.dtype in {torch.float32, torch.float64} else output.float()
                 clean = self.likelihood.clamp_invalid_targets(output, target)
-                call = accumulated.begin_call(output)
+                call = accumulated.begin_call(output, counted)
                 self.take(accumulated, call, capture, output, clean)
                 accumulated.add_statistics([call], [1.0], 1.0)
 
-    def _fresh_forward(self, capture: Capture, run: Closure) -> tuple[Tensor, Tensor]:
-        """Output and target; of half of the examples, with a warning, where memory does not suffice for all."""
+    def _fresh_forward(self, capture: Capture, run: Closure) -> tuple[Any, ...]:
+        """What the closure returns; of half of the examples, with a warning, where memory does not suffice for all."""
         while True:
             first = FirstExamples(self.forward_limit)
             try:
@@ -220,8 +256,9 @@ class BatchMeasurement:
             self.forward_limit = half_of(first.given, advice)
         if not isinstance(result, tuple):
             raise TypeError('fisher_pass="fresh" needs a closure that returns (output, target)')
-        output, target = result
-        return output, target[: first.given] if first.cut else target
+        output, *rest = unpacked(result)
+        lead = len(self.likelihood.replicas)
+        return output, *(part if part is None or not first.cut else part.narrow(lead, 0, first.given) for part in rest)
 
     def warn_uncalled_layers(self, accumulated: Accumulated) -> None:
         """Warn, once, of layers with a gradient but no statistics: their posterior would quietly become the prior."""

@@ -25,7 +25,7 @@ from noisygrad.likelihoods import Likelihood
 from noisygrad.optim.accumulated import Accumulated, GradientWatch
 from noisygrad.optim.assembly import assemble
 from noisygrad.optim.draw import Draw
-from noisygrad.optim.measurement import Closure
+from noisygrad.optim.measurement import Closure, unpacked
 from noisygrad.optim.options import FisherPass, GroupPatterns, Options, Schedule, check_arguments, check_rates
 from noisygrad.optim.state import OptimizerState, blocks_of_parameters
 from noisygrad.optim.update import ParamGroups, Scaling
@@ -200,9 +200,10 @@ class NoisyOptimizer(torch.optim.Optimizer):
         """Update the mean and the Fisher from the draws since the last step.
 
         With a closure that returns `(output, target)`, the draws are made here, `mc_samples` of them, and the mean loss
-        is returned. A closure that calls `backward` itself and returns a loss works too, with the empirical Fisher.
-        Gradients are consumed: no `zero_grad` is needed. Raises `NonFiniteError` and changes nothing if the loss was
-        not finite (on a GPU: masks the step, and raises at the next refresh of the factors).
+        is returned; weights of examples and a mask may follow, as in `draw.nll`. A closure that calls `backward` itself
+        and returns a loss works too, with the empirical Fisher. Gradients are consumed: no `zero_grad` is needed.
+        Raises `NonFiniteError` and changes nothing if the loss was not finite (on a GPU: masks the step, and raises at
+        the next refresh of the factors).
         """
         if self.weights.current is not None:
             raise RuntimeError("step() inside sampled(): leave the context first, which ends the draw")
@@ -231,10 +232,9 @@ class NoisyOptimizer(torch.optim.Optimizer):
         return loss
 
     def check_still_valid(self) -> None:
-        """Raise if a parameter was frozen, a rate made senseless or a process group made since the optimiser was."""
+        """Raise if the model's parameters, a learning rate or the process group are others than is good for a step."""
         self.ranks.check_current()
-        if not all(parameter.requires_grad for parameter in self.structure.parameters.values()):
-            self.structure.check_trainable()
+        self.structure.check_as_built()
         check_rates(self.param_groups)
 
     def unscale_(self, scaler: torch.amp.GradScaler) -> None:
@@ -346,10 +346,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self._watch.check(self.accumulated.draws)
         due = with_statistics and self.options.stats_due(self.steps + 1)
         capture = self._capture if due else None
-        draw = Draw(
-            lambda output, target: self.measurement.loss(self.accumulated, capture, output, target, observe=True),
-            lambda: self.accumulated.pending,
-        )
+        measure = lambda *parts: self.measurement.loss(self.accumulated, capture, *parts, observe=True)  # noqa: E731
+        draw = Draw(measure, lambda: self.accumulated.pending)
         if self.accumulated.draws == 0:
             self.running.keep()
         states = self.weights.generator_states()
@@ -388,15 +386,14 @@ class NoisyOptimizer(torch.optim.Optimizer):
                 capture.watch_backward = True
             result = self._run(closure)
             if isinstance(result, tuple):
-                if len(result) != 2:
-                    raise TypeError(f"the closure must return (output, target); it returned {len(result)} things")
+                parts = unpacked(result)
                 if capture is not None:
                     capture.watch_backward = False
-                self.measurement.loss(self.accumulated, capture, *result, observe=False).backward()
+                self.measurement.loss(self.accumulated, capture, *parts, observe=False).backward()
                 return
             self.measurement.take_returned_loss(self.accumulated, capture, result)
 
-    def _run(self, closure: Closure) -> tuple[Tensor, Tensor] | Tensor:
+    def _run(self, closure: Closure) -> tuple[Tensor | None, ...] | Tensor:
         result = closure()
         if self.accumulated.draws:
             self._watch.check_kept()

@@ -221,17 +221,27 @@ class Posterior:
         """E_q of the negative log-likelihood per datum (not that of the predictive mixture), per replica."""
         num_samples = whole_number("num_samples", num_samples)
         device = self._mean.flat.device
-        total, count = torch.zeros(self.structure.replicas, device=device), 0
+        total, count = torch.zeros(self.structure.replicas, device=device), torch.zeros((), device=device)
+        likelihood, lead = self.likelihood, len(self.structure.replicas)
         with evaluating(self.model):
             draws = list(self._draws(num_samples, generator, norm_data, None))
             for x, y in loader:
                 call, target = Call.of(x).moved(device), moved(y, device)
-                for weights, buffers in draws:
+                for index, (weights, buffers) in enumerate(draws):
                     output = self._forward(weights, buffers, call)
-                    self.likelihood.check(output, target)
-                    total = total - self.likelihood.log_prob(output, target).sum(dim=-1)
-                count += y.shape[len(self.structure.replicas)]
-        if count == 0:
+                    counted, clean = likelihood.counted(output, target)
+                    likelihood.check(output, clean)
+                    if counted is None:
+                        log_prob = likelihood.log_prob(output, clean).sum(-1)
+                        examples = torch.tensor(target.shape[lead], device=device)
+                    else:
+                        terms = likelihood.terms(output, clean)
+                        log_prob = (terms * counted.over(terms)).flatten(lead).sum(-1)
+                        examples = counted.total
+                    total = total - log_prob
+                    if index == 0:
+                        count = count + examples
+        if not bool((count > 0).all()):
             raise ValueError("the loader is empty")
         return total / (count * num_samples)
 

@@ -78,7 +78,8 @@ class VariationalLearner(Learner):
     def update_noise_(self, errors: Tensor) -> None:
         """Move the observation noise towards its optimum, given errors y − f, `[R, S, B, outputs]`."""
         if self._learns_noise:
-            statistic = errors.square().mean((1, 2, 3)).unsqueeze(-1)
+            error = errors.square().sum(-1).mean((1, 2)).unsqueeze(-1)
+            statistic = torch.stack([error, torch.full_like(error, errors.shape[-1])])
             self.likelihood.update_noise_(statistic, self.num_data, self.kl_weight)
 
     def draws(self, num_samples: int, generators: Sequence[torch.Generator]) -> Tensor:

@@ -1,0 +1,125 @@
+"""What counts of a batch: examples have weights, and some positions, such as padding, have no part in it.
+
+A target consists of parts, independent of each other given the output: positions, outputs. With v the weight of a part,
+0 where it does not count, an example's weight is the mean of v over its parts that count, and the loss is
+Σ v · nll / Σ (weights of examples). So a weight of 2 equals an example given twice, and what is padded equals what is
+not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The weight of each part of the targets of a batch; see above."""
+
+    weight: Tensor
+    """v, `[*replicas, batch, *parts]`."""
+    lead: int
+    """How many dimensions of replicas there are."""
+    inside: Tensor | None = None
+    """Which positions count inside the network where targets have none, `[*replicas, batch, *positions]`."""
+
+    @cached_property
+    def examples(self) -> Tensor:
+        """The weight of each example, `[*replicas, batch]`."""
+        parts = self.weight.flatten(self.lead + 1) if self.weight.dim() > self.lead + 1 else self.weight.unsqueeze(-1)
+        return parts.sum(-1) / (parts > 0).sum(-1).clamp_min(1)
+
+    @cached_property
+    def total(self) -> Tensor:
+        """The sum of the weights of examples, `[*replicas]`."""
+        return self.examples.sum(-1)
+
+    @cached_property
+    def positions(self) -> Tensor | None:
+        """Which positions count, `[*replicas, batch, positions]`; None where there are none."""
+        counts = self.weight > 0 if self.inside is None else self.inside
+        return counts.flatten(self.lead + 1) if counts.dim() > self.lead + 1 else None
+
+    def first(self, kept: int) -> Counted:
+        """That of the first examples."""
+        inside = None if self.inside is None else self.inside.narrow(self.lead, 0, kept)
+        return replace(self, weight=self.weight.narrow(self.lead, 0, kept), inside=inside)
+
+    def over(self, values: Tensor) -> Tensor:
+        """v in a shape that broadcasts to values `[*replicas, batch, *parts, ...]`."""
+        return self.weight.reshape(*self.weight.shape, *[1] * (values.dim() - self.weight.dim()))
+
+    def relative(self) -> Tensor:
+        """v times what makes the sum of the weights of examples the size of the batch, so that means stay means."""
+        share = self.weight.shape[self.lead] / self.total
+        return self.weight * share.reshape(*share.shape, *[1] * (self.weight.dim() - self.lead))
+
+
+def count_parts(
+    name: str,
+    lead: int,
+    output: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None,
+    mask: Tensor | None,
+    own: Tensor | None,
+) -> tuple[Counted | None, Tensor]:
+    """What counts of a batch, None where all counts alike, and the targets, with 0 in place of those that do not.
+
+    `own` is the weight that the likelihood gives each part. Raises ValueError or TypeError where `weight` or `mask`
+    cannot belong to the targets, and, where nothing waits for a device, if nothing counts.
+    """
+    if weight is None and mask is None and own is None:
+        return None, target
+    dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
+    factors = [] if own is None else [own.to(dtype)]
+    inside = None
+    if weight is not None:
+        factors.append(_placed(name, "weight", weight, lead, target).to(dtype))
+        if not weight.is_cuda and not bool(((weight >= 0) & weight.isfinite()).all()):
+            raise ValueError(
+                f"{name}: weights must be finite and at least 0; they go from {weight.min()} to {weight.max()}."
+            )
+    if mask is not None:
+        if isinstance(mask, Tensor) and (mask.is_floating_point() or mask.is_complex()):
+            raise TypeError(f"{name}: a mask is True where a position counts; got {mask.dtype}: use mask.bool().")
+        counts = _placed(name, "mask", mask, lead, target, inside=True) != 0
+        if counts.shape == target.shape[: counts.dim()]:
+            factors.append(counts.to(dtype))
+        else:
+            inside = counts
+            factors.append(counts.flatten(lead + 1).any(-1).to(dtype))
+    dims = max(factor.dim() for factor in factors)
+    total = None
+    for factor in factors:
+        wide = factor.reshape(*factor.shape, *[1] * (dims - factor.dim()))
+        total = wide if total is None else total * wide
+    assert total is not None
+    counted = Counted(total, lead, inside)
+    if not output.is_cuda and not bool((counted.total > 0).all()):
+        raise ValueError(
+            f"{name}: nothing in this batch counts (all of it is masked, ignored or of weight 0); skip it."
+        )
+    return counted, torch.where(counted.over(target) > 0, target, target.new_zeros(()))
+
+
+def _placed(name: str, what: str, given: Tensor, lead: int, target: Tensor, *, inside: bool = False) -> Tensor:
+    """`given` as `[*replicas, batch, ...]`: one that all replicas share is repeated."""
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name}: {what} must be a tensor; got {type(given).__name__}.")
+    if given.device != target.device:
+        raise ValueError(f"{name}: {what} on {given.device}, target on {target.device}; move it there.")
+    batch = target.shape[: lead + 1]
+    if lead and given.dim() and given.shape[: lead + 1] != batch and given.shape[0] == batch[-1]:
+        given = given.expand(*batch[:-1], *given.shape)
+    fits = given.shape[: lead + 1] == batch
+    if not (fits and (inside or given.shape == target.shape[: given.dim()])):
+        raise ValueError(
+            f"{name}: for targets of shape {list(target.shape)} a {what} must be of shape {list(batch)} or of the "
+            f"first dimensions of the targets; got {list(given.shape)}."
+        )
+    return given.detach()

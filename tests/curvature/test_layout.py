@@ -1,0 +1,141 @@
+"""Which dimension is the batch, where sizes do not tell: tables of positions, squares, rows of two kinds, slices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import noisygrad as ng
+from noisygrad.optim import NoisyOptimizer
+from support.compare import each_optimizer
+from support.truth import Model, close, exact_fisher, measured_fisher, normal, random_weights
+
+
+def gaussian() -> ng.Gaussian:
+    likelihood = ng.Gaussian(noise_variance=0.7)
+    likelihood.bind((), "cpu", torch.float64)
+    return likelihood
+
+
+class Positions(nn.Module):
+    """Adds a position's vector, looked up once for all examples."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(length, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x + self.table(torch.arange(x.shape[1]))).tanh())
+
+
+class RelativeBias(nn.Module):
+    """Attention with a learned bias by relative position, of shape [length, length, 1], as T5 has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.value, self.head = nn.Embedding(7, 1), nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])
+        distance = (places[:, None] - places[None, :]).clamp(-3, 3) + 3
+        scores = x @ x.mT + self.bias(distance).squeeze(-1)
+        return self.head(scores.softmax(-1) @ self.value(x))
+
+
+@pytest.mark.parametrize("batch", [2, 3, 4, 5, 6, 12])
+def test_a_relative_bias_is_not_taken_for_examples(batch: int) -> None:
+    """The Fisher of a table that is shared is known from random signs: its mean is the truth."""
+    model, x = random_weights(RelativeBias().double()), normal(batch, 12, 3)
+    truth = exact_fisher(model, gaussian(), x).diagonal()
+    trials = [measured_fisher(model, gaussian(), x, "diagonal", seed=seed).diagonal() for seed in range(60)]
+    found = torch.stack(trials)
+    error = 4 * found.std(0) / len(trials) ** 0.5 + 1e-9 * truth.max()
+    assert bool(((found.mean(0) - truth).abs() <= error).all())
+
+
+def test_positions_as_many_as_examples_are_no_examples() -> None:
+    model, x = random_weights(Positions(4).double()), normal(4, 4, 3)
+    with pytest.raises(TypeError, match="looked up once for all examples"):
+        measured_fisher(model, gaussian(), x, "full")
+    # Once known, it is known for other batches, too.
+    with pytest.raises(TypeError, match="looked up once for all examples"):
+        measured_fisher(model, gaussian(), x[:1], "full")
+
+
+def looked_up_for_each(m: nn.Module, x: Tensor) -> Tensor:
+    return m.h((x + m.e(torch.arange(x.shape[1]).expand(len(x), -1))).tanh())
+
+
+def test_positions_looked_up_for_each_example_are_exact() -> None:
+    model = random_weights(Model(looked_up_for_each, e=nn.Embedding(4, 3), h=nn.Linear(3, 2)).double())
+    x = normal(4, 4, 3)
+    close(measured_fisher(model, gaussian(), x, "full"), exact_fisher(model, gaussian(), x))
+
+
+def with_the_sequence_in_front(m: nn.Module, x: Tensor) -> Tensor:
+    return m.b(m.n(m.a(x.transpose(0, 1)).tanh()).mean(0)).tanh()
+
+
+def tokens_with_the_sequence_in_front(m: nn.Module, x: Tensor) -> Tensor:
+    return m.b(m.e(x.T).tanh().mean(0))
+
+
+@pytest.mark.parametrize("length", [2, 4])
+def test_a_sequence_in_front_as_long_as_the_batch(length: int) -> None:
+    parts = {"a": nn.Linear(3, 4), "n": nn.LayerNorm(4), "b": nn.Linear(4, 2)}
+    model, x = random_weights(Model(with_the_sequence_in_front, **parts).double()), normal(4, length, 3)
+    close(measured_fisher(model, gaussian(), x, "full"), exact_fisher(model, gaussian(), x))
+    parts = {"e": nn.Embedding(6, 3), "b": nn.Linear(3, 2)}
+    model = random_weights(Model(tokens_with_the_sequence_in_front, **parts).double())
+    x = torch.randint(6, (4, length), generator=torch.Generator().manual_seed(1))
+    close(measured_fisher(model, gaussian(), x, "full"), exact_fisher(model, gaussian(), x))
+
+
+def folded(m: nn.Module, x: Tensor) -> Tensor:
+    return m.b(m.a(x.flatten(0, 1)).tanh().unflatten(0, x.shape[:2]).flatten(1)).tanh()
+
+
+@pytest.mark.parametrize("frozen", [None, "weight", "bias"])
+def test_a_batch_folded_with_its_positions(frozen: str | None) -> None:
+    model = random_weights(Model(folded, a=nn.Linear(3, 4), b=nn.Linear(8, 2)).double())
+    if frozen is not None:
+        getattr(model.a, frozen).requires_grad_(False)
+    x = normal(5, 2, 3)
+    close(measured_fisher(model, gaussian(), x, "full"), exact_fisher(model, gaussian(), x))
+
+
+def network(kind: type[NoisyOptimizer], images: bool) -> tuple[nn.Module, NoisyOptimizer, Tensor]:
+    torch.manual_seed(0)
+    if images:
+        model: nn.Module = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2))
+        x = torch.randn(16, 2, 3, 3)
+    else:
+        model, x = ng.networks.MLP(3, (4,), 2), torch.randn(16, 3)
+    return model, kind(model, ng.Gaussian(), num_data=50, stats_every=1), x
+
+
+@each_optimizer
+@pytest.mark.parametrize("images", [False, True])
+@pytest.mark.parametrize("part", [slice(0, 8), slice(8, 16), slice(0, 2), slice(14, 16)])
+def test_a_part_of_an_output_is_refused(kind: type[NoisyOptimizer], images: bool, part: slice) -> None:
+    model, optimizer, x = network(kind, images)
+    before = optimizer.posterior().precision()
+    with (
+        pytest.raises(ValueError, match=r"part of an output no statistics.*the whole output"),
+        optimizer.sampled() as draw,
+    ):
+        draw.nll(model(x)[part], torch.zeros(part.stop - part.start, 2)).backward()
+    assert optimizer.accumulated.draws == 0
+    torch.testing.assert_close(optimizer.posterior().precision(), before)
+    optimizer.step(lambda: (model(x), torch.zeros(16, 2)))
+    assert optimizer.steps == 1
+
+
+def test_normalisation_over_the_batch_is_left_to_sizes() -> None:
+    """In training mode it mixes examples: nothing can be measured, and nothing is refused."""
+    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(6, 2)).double()
+    optimizer = ng.NoisyKFAC(model, ng.Gaussian(), num_data=50, stats_every=1)
+    for _ in range(2):
+        optimizer.step(lambda: (model(normal(6, 2, 3)), torch.zeros(6, 2).double()))
+    assert optimizer.steps == 2
