@@ -73,6 +73,8 @@ class Accumulated:
     """Σ over forward passes of the factor: the gradient divided by it is the mean over losses."""
     negative: bool = False
     """Whether a factor was; on a device that is not waited for it makes the weight NaN."""
+    unscaled: Tensor | None = None
+    """A scale that losses had and gradients have no longer."""
     statistics: dict[str, Statistics] = field(default_factory=dict)
     """The mean of the moments with the same weights, by block."""
     fisher_weight: float | Tensor = 0.0
@@ -263,7 +265,7 @@ class Accumulated:
 
     def check_weight(self) -> None:
         """Raise where losses have no mean; on a device that is not waited for the gradient goes bad instead."""
-        if self.negative or self.weight == 0.0:
+        if self.negative or (isinstance(self.weight, float) and self.weight == 0.0):
             raise ValueError(
                 f"{'a loss was' if self.negative else 'all losses were'} multiplied by "
                 f"{'a negative number' if self.negative else 'zero'} before backward(): losses are averaged with these "
@@ -280,8 +282,10 @@ class GradientWatch:
 
     def check(self, draws: int) -> None:
         """Before a draw, of which there were some already: raise if gradients were made outside of draws."""
-        left = self._left if draws else [(None, 0)] * len(self._parameters)
-        if not all(a is b and v == w for (a, v), (b, w) in zip(left, self._now(), strict=True)):
+        now = self._now()
+        self._left = self._left if draws else []
+        left = self._left or [(None, 0)] * len(now)
+        if not all(a is b and v == w for (a, v), (b, w) in zip(left, now, strict=True)):
             raise RuntimeError(
                 "there are gradients that were made outside sampled(), at the mean: they do not belong to a draw, so a "
                 "step neither mixes them in nor drops them. Call backward() inside sampled(), each batch in a context "
@@ -291,7 +295,7 @@ class GradientWatch:
 
     def check_kept(self) -> None:
         """In a further draw: raise if gradients of earlier ones are gone."""
-        if any(a is not None and a is not b for (a, _), (b, _) in zip(self._left, self._now(), strict=True)):
+        if any(a is not None and a is not b for (a, _), (b, _) in zip(self._left, self._now(), strict=False)):
             raise RuntimeError("the closure dropped the gradients of an earlier draw: take zero_grad out of it")
 
     def note(self) -> None:

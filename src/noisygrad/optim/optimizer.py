@@ -150,7 +150,6 @@ class NoisyOptimizer(torch.optim.Optimizer):
         likelihood.bind(self.structure.replicas, self.device, self.dtype)
         canonical = BlockPriors.build(self._canonical_structure, prior_variance, prior, self.dtype, self.device)
         self.priors = canonical.to_memory(self.structure)
-        self._same_draw = same_draw_on_all_ranks
         self.update = assemble(
             self.model,
             self.structure,
@@ -167,12 +166,16 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self.covariance = self.algorithm.covariance
         self.accumulated = Accumulated(self.guard.deferred)
         self._capture, self._watch = Capture(self.structure.layers), GradientWatch(parameters)
-        self._unscaled: Tensor | None = None
+        self._state = OptimizerState(
+            kind=type(self).__name__,
+            structure=self.structure,
+            parts=self.update,
+            priors=self.priors,
+            same_draw=same_draw_on_all_ranks,
+        )
         self.steps = 0
         """How many steps were made."""
         self._in_closure = False
-
-    # ---------------------------------------------------------------- what a user calls
 
     @contextmanager
     def sampled(self) -> Iterator[Draw]:
@@ -212,18 +215,20 @@ class NoisyOptimizer(torch.optim.Optimizer):
             self._in_closure = True
             try:
                 self._evaluate(closure)
+            except BaseException:
+                self._drop()
+                raise
             finally:
                 self._in_closure = False
         found = self.accumulated
         found.check_complete()
         loss = None if closure is None else found.mean_loss()
         try:
-            scaling = Scaling.of(vars(self), self._unscaled)
-            self.update.apply(self.steps + 1, found, scaling)
+            self.update.apply(self.steps + 1, found, Scaling.of(vars(self), found))
         except BaseException:
             self.weights.mean.write_parameters_()
-            for name in ("grad_scale", "found_inf"):  # a GradScaler's, which takes them away after a success only
-                vars(self).pop(name, None)
+            vars(self).pop("grad_scale", None)  # a GradScaler's, which takes them away after a success only
+            vars(self).pop("found_inf", None)
             raise
         finally:
             self._consume()
@@ -240,7 +245,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
     def unscale_(self, scaler: torch.amp.GradScaler) -> None:
         """`scaler.unscale_(optimizer)`, to be called in its place: so the step knows what gradients lack."""
         scaler.unscale_(self)
-        self._unscaled = scaler.scale(torch.ones((), device=self.device))
+        self.accumulated.unscaled = scaler.scale(torch.ones((), device=self.device))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients and everything pending from draws since the last step.
@@ -263,7 +268,6 @@ class NoisyOptimizer(torch.optim.Optimizer):
         for parameter in self.structure.parameters.values():
             parameter.grad = None
         self.accumulated = Accumulated(self.guard.deferred)
-        self._unscaled = None
 
     def _drop(self) -> None:
         """Give up what is pending, and what it did to running statistics."""
@@ -307,21 +311,12 @@ class NoisyOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs besides the model, as tensors and numbers in nested dictionaries."""
         self.guard.check()
-        return self._state().save(self.param_groups, self.steps)
+        return self._state.save(self.param_groups, self.steps)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`; raises before anything changes if it is of another family or model."""
-        self.steps = self._state().load(state_dict, self.param_groups)
+        self.steps = self._state.load(state_dict, self.param_groups)
         self._consume()
-
-    def _state(self) -> OptimizerState:
-        return OptimizerState(
-            kind=type(self).__name__,
-            structure=self.structure,
-            parts=self.update,
-            priors=self.priors,
-            same_draw=self._same_draw,
-        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not supported after construction: the posterior's blocks are fixed then. Use `groups`."""
@@ -335,8 +330,6 @@ class NoisyOptimizer(torch.optim.Optimizer):
             "a noisy optimiser can be neither copied nor pickled. Copy or save the model and state_dict(), make a new "
             "optimiser of the other model and give it the state with load_state_dict()"
         )
-
-    # ---------------------------------------------------------------- drawing
 
     @contextmanager
     def _drawn(self, with_statistics: bool, *, restore: bool = True) -> Iterator[tuple[Draw, Capture | None]]:
@@ -364,7 +357,14 @@ class NoisyOptimizer(torch.optim.Optimizer):
 
     @torch.enable_grad()
     def _evaluate(self, closure: Closure) -> None:
-        """`mc_samples` draws with the closure and, where `fisher_pass="fresh"` asks for it, one for statistics."""
+        """`mc_samples` draws with the closure and, where `fisher_pass="fresh"` asks for it, one for statistics.
+
+        After draws of `sampled()` a closure may only do what frameworks do before a step, such as clipping.
+        """
+        if self.accumulated.draws and closure() is not None:
+            raise TypeError("after sampled(), the closure of step() must compute nothing and return None")
+        if self.accumulated.draws:
+            return
         options = self.options
         fresh = options.fisher_pass == "fresh" and options.stats_due(self.steps + 1)
         for _ in range(options.mc_samples):
@@ -395,6 +395,5 @@ class NoisyOptimizer(torch.optim.Optimizer):
 
     def _run(self, closure: Closure) -> tuple[Tensor | None, ...] | Tensor:
         result = closure()
-        if self.accumulated.draws:
-            self._watch.check_kept()
+        self._watch.check_kept()
         return result

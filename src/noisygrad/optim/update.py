@@ -39,19 +39,17 @@ class Scaling:
 
     scale: Tensor | None = None
     found_inf: Tensor | None = None
-    unscaled: Tensor | None = None
-    """A scale that losses had and gradients have no longer."""
 
     @classmethod
-    def of(cls, told: Mapping[str, Any], unscaled: Tensor | None) -> Self:
+    def of(cls, told: Mapping[str, Any], found: Accumulated) -> Self:
         """From the attributes that a GradScaler sets; raises where it has unscaled gradients and nobody said so."""
-        if unscaled is None and "grad_scale" in told and told["grad_scale"] is None:
+        if found.unscaled is None and "grad_scale" in told and told["grad_scale"] is None:
             raise RuntimeError(
                 "a GradScaler has unscaled the gradients, so the factor that the losses were scaled by is not known "
                 "any more: call optimizer.unscale_(scaler) in place of scaler.unscale_(optimizer), then clip. Where a "
                 "framework unscales by itself, bound the step by kl_clip and let it leave the gradients as they are"
             )
-        return cls(told.get("grad_scale"), told.get("found_inf"), unscaled)
+        return cls(told.get("grad_scale"), told.get("found_inf"))
 
 
 class DeviceScalars:
@@ -119,8 +117,8 @@ class Update:
         """Fisher, factors, mean and observation noise from what was accumulated, in this order."""
         decay, clip = self.options.decay_at(step), self.options.clip_at(step)
         self.gradient.read_gradients_()
-        if scaling.unscaled is not None:
-            found.weight = found.weight / scaling.unscaled
+        if found.unscaled is not None:
+            found.weight = found.weight / found.unscaled
         if self.ranks.active:
             scaling = self._share(step, found, scaling)
         found.check_weight()
