@@ -237,8 +237,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         return loss
 
     def check_still_valid(self) -> None:
-        """Raise if the model's parameters, a learning rate or the process group are others than is good for a step."""
-        self.ranks.check_current()
+        """Raise if the model's parameters are others, or a learning rate is senseless, since the optimiser was made."""
         self.structure.check_as_built()
         check_rates(self.param_groups)
 

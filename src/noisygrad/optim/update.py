@@ -112,10 +112,14 @@ class Update:
     def __post_init__(self) -> None:
         self.scalars = DeviceScalars(self.algorithm.mean, len(self.groups.parts))
         self.reduction = GradientReduction(self.ranks)
+        self._begun = False
 
     def apply(self, step: int, found: Accumulated, scaling: Scaling) -> None:
         """Fisher, factors, mean and observation noise from what was accumulated, in this order."""
         decay, clip = self.options.decay_at(step), self.options.clip_at(step)
+        if not self._begun:
+            self.ranks.check_current()
+            self._begun = True
         self.gradient.read_gradients_()
         if found.unscaled is not None:
             found.weight = found.weight / found.unscaled
