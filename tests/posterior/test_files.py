@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 import noisygrad as ng
+from noisygrad.archive import write_archive
 from noisygrad.posterior.loading import HEADER
 from support.fitted_posterior import fitted, mlp, vector
 
@@ -25,7 +26,14 @@ def spoilt(path: Path, change: Callable[[dict, dict], object]) -> None:
         header = json.loads(file.metadata()["noisygrad_posterior"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     change(header, tensors)
-    safetensors.torch.save_file(tensors, path, metadata={"noisygrad_posterior": json.dumps(header)})
+    write_archive(path, "posterior", header, tensors)
+
+
+def unsigned(path: Path) -> None:
+    with safetensors.safe_open(path, framework="pt") as file:
+        metadata = {"noisygrad_posterior": file.metadata()["noisygrad_posterior"]}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    safetensors.torch.save_file(tensors, path, metadata=metadata)
 
 
 MISTAKES: dict[str, tuple[Callable[[Path], object], Callable[[], nn.Module], str]] = {
@@ -33,6 +41,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], object], Callable[[], nn.Module], str
     "cut in its header": (lambda p: p.write_bytes(p.read_bytes()[:100]), mlp, "truncated"),
     "empty": (lambda p: p.write_bytes(b""), mlp, "truncated"),
     "random bytes": (lambda p: p.write_bytes(bytes(range(256)) * 9), mlp, "not a safetensors file"),
+    "no checksum": (unsigned, mlp, "has no checksum"),
     "another file": (lambda p: safetensors.torch.save_file({"a": torch.ones(2)}, p), mlp, "not a noisygrad posterior"),
     "newer": (lambda p: spoilt(p, lambda header, _: header.update(format=99)), mlp, "format 99.*upgrade"),
     "format 0": (lambda p: spoilt(p, lambda header, _: header.update(format=0)), mlp, "no format number"),
@@ -108,6 +117,70 @@ def test_bad_files_leave_the_model_alone(name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         ng.load_posterior(path, model)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+class Masked(nn.Module):
+    """A mask as a buffer, running statistics, and a layer that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+        self.body[0].requires_grad_(False)
+        self.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1).double())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def masked_posterior() -> ng.Posterior:
+    return ng.NoisyKFAC(Masked(), ng.Gaussian(), num_data=10).posterior()
+
+
+NUMBERS = ("buffer/body.1.running_var", "buffer/mask", "frozen/body.0.weight", "frozen/body.0.bias")
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_buffers_and_frozen_parameters_are_finite(name: str, value: float, tmp_path: Path) -> None:
+    path, model = tmp_path / "posterior.safetensors", Masked()
+    masked_posterior().save(path)
+    spoilt(path, lambda _, tensors: tensors[name].view(-1)[0].fill_(value))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=f"damaged: '{name}' has NaN or infinite"):
+        ng.load_posterior(path, model)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+def test_a_number_too_large_for_the_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "posterior.safetensors"
+    masked_posterior().save(path)
+    spoilt(path, lambda _, tensors: tensors["buffer/body.1.running_var"].fill_(1e300))
+    with pytest.raises(ValueError, match="running_var' has NaN or infinite"):
+        ng.load_posterior(path, Masked().float())
+
+
+def test_a_mask_of_the_models_own_may_be_infinite(tmp_path: Path) -> None:
+    path, model = tmp_path / "posterior.safetensors", Masked()
+    masked_posterior().save(path)
+    ng.load_posterior(path, model)
+    model.mask.zero_()
+    with pytest.raises(ValueError, match="'buffer/mask' has NaN or infinite"):
+        ng.load_posterior(path, model)
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda m: m.body[1].running_var.fill_(math.nan), lambda m: m.body[0].weight.fill_(math.inf)]
+)
+def test_what_could_not_be_read_back_is_not_written(spoil: Callable[[Masked], object], tmp_path: Path) -> None:
+    path = tmp_path / "posterior.safetensors"
+    masked_posterior().save(path)
+    before = path.read_bytes()
+    model = Masked()
+    with torch.no_grad():
+        spoil(model)
+    with pytest.raises(ValueError, match="NaN or infinite entries: it is not written"):
+        ng.NoisyKFAC(model, ng.Gaussian(), num_data=10).posterior().save(path)
+    assert path.read_bytes() == before
 
 
 def test_another_family_is_refused(tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ def posterior_record(posterior: ng.Posterior, batch: Batch) -> Arrays:
     except ValueError:  # a point estimate has no density
         return arrays(found)
     point = {name: 0.3 * torch.arange(t.numel()).to(t).sin().view(t.shape) for name, t in mean.items()}
-    found |= {"log_prob": posterior.log_prob(point), "elbo": posterior.elbo([batch], 2, generator(23))}
+    found |= {"log_prob": posterior.log_prob(point), "objective": posterior.objective([batch], 2, generator(23))}
     if size <= LARGEST_DENSE:
         found["covariance"] = posterior.covariance()
     else:

@@ -23,6 +23,15 @@ from noisygrad.curvature.verification import LayerCall, verify
 from noisygrad.families.units import Unit
 from noisygrad.kernels.switches import Switch
 
+FEATURES_LAST = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
+"""Layers whose inputs may have the batch in the first or in the second dimension."""
+
+
+def folds(tensor: Tensor, batch: int) -> bool:
+    """Whether the first dimension may be the batch and positions in one."""
+    first, second = (*tensor.shape, 0, 0)[:2]
+    return first > batch and first % batch == 0 and not (tensor.dim() > 2 and second == batch)
+
 
 @dataclass
 class Record:
@@ -38,6 +47,17 @@ class Record:
     """The gradient of the user's own backward pass, if one was watched."""
     used: bool = False
     """Whether a loss was found to depend on it."""
+
+    @property
+    def is_table(self) -> bool:
+        """Whether it looks up rows, which it may do once for all examples."""
+        return isinstance(self.module, nn.Embedding)
+
+    def is_doubtful(self, batch: int) -> bool:
+        """Whether sizes do not tell which dimension is the batch, or whether it is folded with others."""
+        sizes = self.inputs.shape
+        square = len(sizes) > 2 and sizes[0] == sizes[1] == batch and isinstance(self.module, FEATURES_LAST)
+        return self.is_table or square or folds(self.inputs, batch)
 
     def checked_inputs(self) -> Tensor:
         """The input; raises RuntimeError if it was overwritten since."""

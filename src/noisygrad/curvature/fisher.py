@@ -54,10 +54,11 @@ def fisher_passes(
     kept = output.shape[lead] if keep is None else keep
     counted = None if counted is None else counted.first(kept)
     batch = Batch(output.shape[lead], kept, dtype, counted)
-    measure_layouts(output, records, batch)
+    if any(record.is_doubtful(batch.size) for record in records):
+        measure_layouts(output, records, batch)
     if batch.kept < batch.size:
         output, target = output.narrow(lead, 0, batch.kept), target.narrow(lead, 0, batch.kept)
-    summed = bool(others) or any(perhaps_shared(record.module, record.inputs) for record in records)
+    summed = bool(others) or any(record.is_table and perhaps_shared(record.module, record.inputs) for record in records)
     signs = random_signs(output, lead, generators) if summed else None
     hooked = [False] * len(records) if summarise is None else hookable(records)
     if kind == "exact":

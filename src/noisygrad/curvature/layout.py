@@ -8,7 +8,7 @@ Where normalisation over the batch mixes examples nothing can be measured, and s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 from weakref import WeakKeyDictionary
@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from noisygrad.curvature.capture import Record
+from noisygrad.curvature.capture import Record, folds
 from noisygrad.curvature.passes import Batch, arrange
 from noisygrad.kernels.factorisation import capturing
 
 Order = Literal["batch first", "batch second", "shared"]
+ORDERS: tuple[Order, Order] = ("batch first", "batch second")
 
 _KNOWN: WeakKeyDictionary[nn.Module, dict[int, Order]] = WeakKeyDictionary()
 """What was measured of a module, by the number of dimensions of its input."""
-_FEATURES_LAST = (nn.Embedding, nn.Linear, nn.LayerNorm, nn.RMSNorm)
 
 
 def is_shared(module: nn.Module, inputs: Tensor, batch: Batch) -> bool:
@@ -52,90 +52,87 @@ def measure_layouts(output: Tensor, records: Sequence[Record], batch: Batch) -> 
     if any(record.unit.replicas for record in records):
         return
     doubtful = [
-        record
-        for record in records
-        if _known(record.module, record.inputs) is None and (_is_table(record) or _is_ambiguous(record, batch))
+        record for record in records if _known(record.module, record.inputs) is None and record.is_doubtful(batch.size)
     ]
     if doubtful and batch.size > 1 and not capturing() and not mixes_examples(output):
-        for parity in (0, 1):
-            doubtful = _measure(output, doubtful, batch, parity)
-            if not doubtful:
-                break
+        _measure(output, doubtful, batch)
     for record in records:
         if _known(record.module, record.inputs) == "batch second":
             record.unit = replace(record.unit, sequence_first=True)
 
 
-def _measure(output: Tensor, doubtful: Sequence[Record], batch: Batch, parity: int) -> list[Record]:
-    """What a loss of the examples with one parity tells; returns the records of which more is to be seen."""
-    start = torch.zeros_like(output)
-    mine = start[parity::2]
+def _measure(output: Tensor, doubtful: Sequence[Record], batch: Batch) -> None:
+    """Losses of every other example, then of every other pair, and so on, until all is settled.
+
+    Activations that are zero may hide what is to be seen. But an order that holds for all of these halves of the batch
+    holds for each example.
+    """
+    possible = {index: _candidates(record, batch) for index, record in enumerate(doubtful)}
+    examples, seen = torch.arange(batch.size, device=output.device), set[int]()
+    for bit in range((batch.size - 1).bit_length()):
+        for side in (0, 1):
+            mine = (examples >> bit) % 2 == side
+            for index, gradient in _gradients(output, {index: doubtful[index] for index in possible}, mine):
+                left = {order for order in possible[index] if _fits(doubtful[index], gradient, batch, order, ~mine)}
+                _check(doubtful[index], left, gradient, batch)
+                possible[index] = left
+                seen |= {index} if bool(gradient.any()) else set()
+        for index, left in list(possible.items()):
+            if len(left) < 2 and index in seen:
+                _remember(doubtful[index], left)
+                del possible[index]
+
+
+def _candidates(record: Record, batch: Batch) -> set[Order]:
+    if not record.is_table:
+        return {"batch first"} if folds(record.inputs, batch.size) else set(ORDERS)
+    first, second = (*record.inputs.shape, 0, 0)[:2]
+    found: set[Order] = {"batch second"} if second == batch.size else set()
+    if first == batch.size or (first % batch.size == 0 and second != batch.size):
+        found.add("batch first")
+    return found
+
+
+def _gradients(output: Tensor, records: Mapping[int, Record], mine: Tensor) -> list[tuple[int, Tensor]]:
+    """Of a loss of some of the examples, to the outputs of those layers that it depends on."""
+    if not records:
+        return []
     # Not constant, since a softmax takes no notice of a constant.
-    mine.copy_(torch.arange(1.0, mine.numel() + 1, device=output.device).cos_().view_as(mine))
-    places = [record.edge for record in doubtful]
+    start = torch.arange(1.0, output.numel() + 1, device=output.device).cos_().view_as(output).to(output.dtype)
+    start = start * mine.view(-1, *[1] * (output.dim() - 1))
+    places = [record.edge for record in records.values()]
     gradients = torch.autograd.grad(output, places, start, retain_graph=True, allow_unused=True)
-    unsettled = []
-    for record, gradient in zip(doubtful, gradients, strict=True):
-        if gradient is None or not bool(gradient.any()):
-            continue
-        if _is_table(record):
-            _remember(record, _order_of_table(record, gradient, batch, parity))
-        elif _folds(gradient, batch):
-            if not _leaves_others(gradient.reshape(batch.size, -1), parity):
-                raise ValueError(
-                    f"layer {record.unit.name!r} saw {gradient.shape[0]} rows, which are not several of each of the "
-                    f"{batch.size} examples of the loss. Of a part of an output no statistics can be taken: give "
-                    "draw.nll the whole output (mask= says what does not count), or call the model on that part alone"
-                )
-            if parity == 0:
-                unsettled.append(record)
-            else:
-                _remember(record, "batch first")
-        elif _leaves_others(gradient, parity):
-            _remember(record, "batch first")
-        elif _leaves_others(gradient.transpose(0, 1), parity):
-            _remember(record, "batch second")
-    return unsettled
+    return [(index, found) for index, found in zip(records, gradients, strict=True) if found is not None]
 
 
-def _order_of_table(record: Record, gradient: Tensor, batch: Batch, parity: int) -> Order:
-    for order in ("batch first", "batch second"):
-        unit = replace(record.unit, sequence_first=order == "batch second")
-        try:
-            arranged = arrange(gradient, batch, unit)
-        except ValueError:
-            continue
-        if _leaves_others(arranged, parity):
-            return order
-    return "shared"
+def _fits(record: Record, gradient: Tensor, batch: Batch, order: Order, others: Tensor) -> bool:
+    """Whether in this order the other examples have no gradient."""
+    if record.is_table or not folds(gradient, batch.size):
+        arranged = arrange(gradient, batch, replace(record.unit, sequence_first=order == "batch second"))
+    else:
+        arranged = gradient.reshape(batch.size, -1)
+    return not bool(arranged[others].any())
 
 
-def _leaves_others(rows: Tensor, parity: int) -> bool:
-    return not bool(rows[1 - parity :: 2].any())
-
-
-def _is_table(record: Record) -> bool:
-    return isinstance(record.module, nn.Embedding)
-
-
-def _is_ambiguous(record: Record, batch: Batch) -> bool:
-    sizes = record.inputs.shape
-    square = len(sizes) > 2 and sizes[0] == sizes[1] == batch.size and isinstance(record.module, _FEATURES_LAST)
-    return square or _folds(record.inputs, batch)
-
-
-def _folds(tensor: Tensor, batch: Batch) -> bool:
-    """Whether the first dimension may be the batch and positions in one."""
-    first, second = (*tensor.shape, 0, 0)[:2]
-    return first > batch.size and first % batch.size == 0 and not (tensor.dim() > 2 and second == batch.size)
+def _check(record: Record, left: set[Order], gradient: Tensor, batch: Batch) -> None:
+    if not left and not record.is_table and folds(gradient, batch.size):
+        raise ValueError(
+            f"layer {record.unit.name!r} saw {gradient.shape[0]} rows, which are not several of each of the "
+            f"{batch.size} examples of the loss, next to each other. Of a part of an output no statistics can "
+            "be taken: give draw.nll the whole output (mask= says what does not count), or call the model on "
+            "that part alone. After torch.cat([first, second]) call the layer twice, or use torch.stack(…, 1)"
+        )
 
 
 def _known(module: nn.Module, inputs: Tensor) -> Order | None:
     return _KNOWN.get(module, {}).get(inputs.dim())
 
 
-def _remember(record: Record, order: Order) -> None:
-    _KNOWN.setdefault(record.module, {})[record.inputs.dim()] = order
+def _remember(record: Record, left: set[Order]) -> None:
+    """What was found, if one order is left, or none of a table; else nothing is known."""
+    if len(left) == 1 or record.is_table:
+        order: Order = next(iter(left), "shared")
+        _KNOWN.setdefault(record.module, {})[record.inputs.dim()] = order
 
 
 def mixes_examples(output: Tensor) -> bool:

@@ -212,7 +212,8 @@ class NoisyRegressor(MultiOutputMixin, RegressorMixin, _NoisyEstimator):  # type
     Attributes:
         posterior_: The fitted `Posterior`, over the weights of a network of standardised data.
         history_: Loss and seconds of every epoch.
-        elbo_: The evidence lower bound of the training data in nats, in the targets' units; NaN without noise.
+        elbo_: The evidence lower bound of the training data in nats, in the targets' units, for every `kl_weight`; NaN
+            without noise.
         n_features_in_: Number of features.
     """
 

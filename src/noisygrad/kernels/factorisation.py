@@ -8,7 +8,6 @@ then raised to the bound.
 from __future__ import annotations
 
 import math
-import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,10 +16,7 @@ import torch
 from torch import Tensor
 
 from noisygrad.kernels.products import matmul
-
-_unchecked = False
-_WATCH = threading.local()
-"""Has `failures` in a thread that collects them (`deferred`)."""
+from noisygrad.kernels.threads import INHERITED
 
 SMALL_TRIANGLE = {"cpu": 128, "cuda": 1024}
 """Up to this size a triangular matrix is inverted by one call."""
@@ -62,33 +58,34 @@ def not_positive(diagonal: Tensor) -> list[int]:
 
 def capturing() -> bool:
     """Whether the host may not read any value: inside `unchecked`, and while a CUDA graph is recorded."""
-    return _unchecked or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    unchecked: bool = getattr(INHERITED, "unchecked", False)
+    return unchecked or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 @contextmanager
 def unchecked(when: bool = True) -> Iterator[None]:
-    """Nothing is checked or repaired inside; the caller masks what is not finite on the device."""
-    global _unchecked  # noqa: PLW0603
-    before, _unchecked = _unchecked, _unchecked or when
+    """Nothing is checked or repaired inside, by this thread; the caller masks what is not finite on the device."""
+    before = getattr(INHERITED, "unchecked", False)
+    INHERITED.unchecked = before or when
     try:
         yield
     finally:
-        _unchecked = before
+        INHERITED.unchecked = before
 
 
 @contextmanager
 def deferred() -> Iterator[list[Tensor]]:
-    """Roots inside are not repaired; the checks are collected, to be read all at once.
+    """Roots that this thread makes inside are not repaired; the checks are collected, to be read all at once.
 
     Each tensor is True where `inverse_root` would have had to repair a matrix or to raise.
     """
     found: list[Tensor] = []
-    before = getattr(_WATCH, "failures", None)
-    _WATCH.failures = found
+    before = getattr(INHERITED, "failures", None)
+    INHERITED.failures = found
     try:
         yield found
     finally:
-        _WATCH.failures = before
+        INHERITED.failures = before
 
 
 def condition_number(matrix: Tensor) -> Tensor:
@@ -130,7 +127,7 @@ def inverse_root(matrix: Tensor, floor: Tensor | float) -> tuple[Tensor, Tensor]
     # Cholesky reported no error.
     failed = (info != 0) | (pivots.square() < 0.5 * bound[..., None]).any(-1)
     failed |= ~(root.sum((-2, -1)) + logdet).isfinite()
-    failures: list[Tensor] | None = getattr(_WATCH, "failures", None)
+    failures: list[Tensor] | None = getattr(INHERITED, "failures", None)
     if failures is not None:
         failures.append(failed.any())
     elif bool(failed.any()):

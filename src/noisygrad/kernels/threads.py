@@ -4,6 +4,7 @@ The threads of one piece of work wait for each other, which for small matrices c
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ Made = TypeVar("Made")
 
 _POOLS: dict[int, ThreadPoolExecutor] = {}
 """Pools by their number of threads, which are kept: a thread that wakes up gets a busy core sooner than a new one."""
+
+INHERITED = threading.local()
+"""Settings of a thread of the library's own, which those that work for it (`run_in_threads`) have too."""
 
 
 @contextmanager
@@ -50,9 +54,12 @@ def run_in_threads(
         return [work() for work in works]
     turns = count()
     found: dict[int, Made] = {}
+    settings = dict(vars(INHERITED))
 
     def take_turns() -> None:
         nonlocal turns
+        vars(INHERITED).clear()  # of a helper, which keeps those of the thread that it works for next
+        vars(INHERITED).update(settings)
         torch.set_num_threads(1)  # of this thread, and of the libraries below torch
         # Autograd and autocast are settings of a thread: no result may depend on which thread computed it.
         with torch.no_grad(), torch.autocast("cpu", enabled=False):

@@ -85,6 +85,8 @@ class Likelihood(nn.Module, ABC):
         if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
             return None, target  # for `check` to refuse
         own = self.part_weights(target)
+        if weight is None and mask is None and own is None:
+            return None, target
         arguments = {"weight": weight, "mask": mask, "own": own}
         return count_parts(type(self).__name__, len(self.replicas), output, target, **arguments)
 

@@ -67,14 +67,12 @@ def count_parts(
     weight: Tensor | None,
     mask: Tensor | None,
     own: Tensor | None,
-) -> tuple[Counted | None, Tensor]:
-    """What counts of a batch, None where all counts alike, and the targets, with 0 in place of those that do not.
+) -> tuple[Counted, Tensor]:
+    """What counts of a batch, and the targets, with 0 in place of those that do not.
 
     `own` is the weight that the likelihood gives each part. Raises ValueError or TypeError where `weight` or `mask`
     cannot belong to the targets, and, where nothing waits for a device, if nothing counts.
     """
-    if weight is None and mask is None and own is None:
-        return None, target
     dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
     factors = [] if own is None else [own.to(dtype)]
     inside = None

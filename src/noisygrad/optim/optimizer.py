@@ -33,6 +33,7 @@ from noisygrad.posterior.coverage import Coverage
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import build_structure, copied
+from noisygrad.posterior.weights import ModelParts
 from noisygrad.priors import FittedPrior, PriorVariance
 
 
@@ -166,6 +167,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self.covariance = self.algorithm.covariance
         self.accumulated = Accumulated(self.guard.deferred)
         self._capture, self._watch = Capture(self.structure.layers), GradientWatch(parameters)
+        self._parts = ModelParts(self.model)
         self._state = OptimizerState(
             kind=type(self).__name__,
             structure=self.structure,
@@ -238,7 +240,9 @@ class NoisyOptimizer(torch.optim.Optimizer):
 
     def check_still_valid(self) -> None:
         """Raise if the model's parameters are others, or a learning rate is senseless, since the optimiser was made."""
-        self.structure.check_as_built()
+        if self._parts.changed():
+            self.structure.check_unchanged(self.model)
+            self._parts.accept()
         check_rates(self.param_groups)
 
     def unscale_(self, scaler: torch.amp.GradScaler) -> None:
@@ -247,10 +251,9 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self.accumulated.unscaled = scaler.scale(torch.ones((), device=self.device))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients and everything pending from draws since the last step.
+        """Drop gradients and everything pending from draws since the last step; does nothing inside a closure.
 
-        Inside a closure it does nothing: `step` has done it before, and there may be several draws. Inside `sampled()`
-        it raises once there is a loss, whose statistics it would drop.
+        Inside `sampled()` it raises once there is a loss, whose statistics it would drop.
         """
         if self._in_closure:
             return
@@ -360,9 +363,9 @@ class NoisyOptimizer(torch.optim.Optimizer):
 
         After draws of `sampled()` a closure may only do what frameworks do before a step, such as clipping.
         """
-        if self.accumulated.draws and closure() is not None:
-            raise TypeError("after sampled(), the closure of step() must compute nothing and return None")
         if self.accumulated.draws:
+            if closure() is not None:
+                raise TypeError("after sampled(), the closure of step() must compute nothing and return None")
             return
         options = self.options
         fresh = options.fisher_pass == "fresh" and options.stats_due(self.steps + 1)

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from noisygrad.archive import not_finite
 from noisygrad.families.base import TensorRecord
 from noisygrad.optim.draw import part_generators_
-from noisygrad.optim.options import GROUP_OPTIONS
+from noisygrad.optim.options import GROUP_OPTIONS, check_rates
 from noisygrad.optim.update import Update
 from noisygrad.posterior.blocks import Block
+from noisygrad.posterior.faults import whole_number
 from noisygrad.posterior.prior import BlockPriors
 from noisygrad.posterior.structure import Structure, copied
 from noisygrad.posterior.weights import FlatWeights
@@ -70,12 +72,43 @@ class OptimizerState:
 
     def load(self, state: Mapping[str, Any], param_groups: Sequence[dict[str, Any]]) -> int:
         """See `NoisyOptimizer.load_state_dict`; everything is checked before anything changes. Returns the steps."""
+        try:
+            theirs = self._checked(state, param_groups)
+        except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError) as error:
+            raise ValueError(f"the state is damaged ({type(error).__name__}: {error})") from error
+        self.parts.likelihood.load_state_dict(state["likelihood"])
+        with torch.no_grad():
+            for entry in self._entries():
+                if not entry.is_prior:
+                    entry.write_(theirs)
+        for index, generator in enumerate(self.parts.weights.generators):
+            generator.set_state(state["generators"][str(index)].cpu())
+        part_generators_(self.parts.weights.generators, state["rank"], self.parts.ranks, same_draw=self.same_draw)
+        for group, saved in zip(param_groups, state["param_groups"], strict=True):
+            for name, value in saved.items():
+                if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
+                    group[name].copy_(value)  # the tensor that a scheduler or a captured graph knows
+                elif name != "params":
+                    group[name] = _plain(value)
+        return int(state["steps"])
+
+    def _checked(self, state: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]) -> dict[Key, Tensor]:
+        """The tensors of a state that fits."""
         self._check_kind(state)
         order, theirs_numbers = self._order(param_groups), [list(group["params"]) for group in state["param_groups"]]
         if list(state["order"]) != order or theirs_numbers != _numbers(param_groups):
             raise ValueError("the state has other param groups, the same in another order, or is of another model")
         if lost := {name for group in state["param_groups"] for name in GROUP_OPTIONS if name not in group}:
             raise ValueError(f"the state's param groups lack {', '.join(sorted(lost))}: it is damaged")
+        check_rates(state["param_groups"])
+        for group, saved in zip(param_groups, state["param_groups"], strict=True):
+            for name, value in saved.items():
+                if (
+                    isinstance(value, Tensor)
+                    and isinstance(own := group.get(name), Tensor)
+                    and value.shape != own.shape
+                ):
+                    raise ValueError(f"{name} of the state's param groups has the shape {list(value.shape)}")
         entries = self._entries()
         shapes = {name: shape for entry in entries for name, shape in entry.shapes().items()}
         theirs = {(order[int(number)], name): t for number, own in state["state"].items() for name, t in own.items()}
@@ -91,34 +124,29 @@ class OptimizerState:
             raise ValueError(
                 "the state belongs to another prior: construct the optimiser with the prior it was saved with"
             )
+        numbers = {f"{name} of parameter {number}": tensor for (number, name), tensor in theirs.items()}
+        numbers |= {f"likelihood/{name}": tensor for name, tensor in state["likelihood"].items()}
+        if bad := not_finite(numbers, {}):
+            raise ValueError(
+                f"the state has NaN or infinite numbers in {bad!r}: it is damaged, or its training diverged"
+            )
         if len(state["generators"]) != len(self.parts.weights.generators):
             raise ValueError("the state has another number of replicas")
+        for index, generator in enumerate(self.parts.weights.generators):
+            torch.Generator(generator.device).set_state(state["generators"][str(index)].cpu())
+        for name in ("steps", "rank"):
+            whole_number(name, state[name], 0)
         try:
             copy.deepcopy(self.parts.likelihood).load_state_dict(state["likelihood"])  # a failed load is half done
         except RuntimeError as error:
             raise ValueError(f"the state belongs to another likelihood: {error}") from error
-        self.parts.likelihood.load_state_dict(state["likelihood"])
-        with torch.no_grad():
-            for entry in entries:
-                if not entry.is_prior:
-                    entry.write_(theirs)
-        for index, generator in enumerate(self.parts.weights.generators):
-            generator.set_state(state["generators"][str(index)].cpu())
-        part_generators_(self.parts.weights.generators, state["rank"], self.parts.ranks, same_draw=self.same_draw)
-        for group, saved in zip(param_groups, state["param_groups"], strict=True):
-            for name, value in saved.items():
-                if isinstance(value, Tensor) and isinstance(group.get(name), Tensor):
-                    group[name].copy_(value)  # the tensor that a scheduler or a captured graph knows
-                elif name != "params":
-                    group[name] = _plain(value)
-        return int(state["steps"])
+        return theirs
 
     def _check_kind(self, state: Mapping[str, Any]) -> None:
         """Raise for what is no state of an optimiser like this one."""
         if isinstance(state.get("format"), int) and state["format"] < FORMAT:
             raise ValueError(
-                f"the state has format {state['format']}, of an earlier noisygrad; this one reads {FORMAT}: "
-                f"{_CHANGED}. A file of the posterior itself (posterior.save) is still good"
+                f"the state has format {state['format']}, of an earlier noisygrad; this one reads {FORMAT}: {_CHANGED}"
             )
         if missing := _PARTS - set(state):
             raise ValueError(

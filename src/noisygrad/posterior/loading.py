@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from noisygrad.archive import difference, read_archive
+from noisygrad.archive import difference, not_finite, read_archive
 from noisygrad.curvature.capture import unwrapped
 from noisygrad.families import FAMILIES
 from noisygrad.families.base import DampingMode, Prior, Statistics, TensorRecord
@@ -41,7 +41,7 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: str | None = N
     """The posterior in a file, for a model of the same architecture, whose parameters and buffers it then sets.
 
     Raises ValueError, and leaves the model alone, for a file that is truncated, damaged or not a posterior, of a newer
-    format, of another model, or of another family than `family` where that is given.
+    format, of another model, with NaN or infinite entries, or of another family than `family` where that is given.
     """
     header, tensors = read_archive(path, "posterior", FORMAT)
     wrong = [name for name, kinds in HEADER.items() if not isinstance(header.get(name), kinds)]
@@ -60,9 +60,9 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: str | None = N
     own = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     if own != header["parameters"]:
         raise ValueError(f"{path} belongs to another model: parameter {difference(header['parameters'], own)}")
-    buffers = dict(model.named_buffers())
-    saved_buffers = _part(tensors, "buffer")
-    if {n: b.shape for n, b in buffers.items()} != {n: b.shape for n, b in saved_buffers.items()}:
+    buffers = {f"buffer/{name}": buffer for name, buffer in model.named_buffers()}
+    saved_buffers = {name: tensor.shape for name, tensor in tensors.items() if name.startswith("buffer/")}
+    if {name: buffer.shape for name, buffer in buffers.items()} != saved_buffers:
         raise ValueError(f"{path} belongs to another model: its buffers differ")
     if any(header["groups"].get(name) not in range(len(header["noise"])) for name in own):
         raise ValueError(f"{path} is damaged: its header does not tell the group of every parameter")
@@ -73,9 +73,13 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: str | None = N
             f"{path} belongs to another model: its layers differ, or layers of your own are not registered yet "
             "(register_layer)"
         )
-    frozen = {name: tensors.get(f"frozen/{name}") for name in structure.frozen}
-    if any(t is None or t.shape != structure.frozen[name].shape for name, t in frozen.items()):
+    frozen = {f"frozen/{name}": parameter for name, parameter in structure.frozen.items()}
+    if any(name not in tensors or tensors[name].shape != p.shape for name, p in frozen.items()):
         raise ValueError(f"{path} belongs to another model: its frozen parameters differ")
+    fixed = buffers | frozen
+    # As the model has them: a number may be too large for a narrower type.
+    if bad := not_finite({name: tensors[name].to(own.dtype) for name, own in fixed.items()}, buffers):
+        raise ValueError(f"{path} is damaged: {bad!r} has NaN or infinite entries")
 
     flat = torch.Size([*structure.replicas, structure.size])
     _check(path, "", tensors, {"mean": flat, "prior_mean": flat})
@@ -93,10 +97,8 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: str | None = N
     likelihood = _likelihood(path, header["likelihood"], noise, structure.replicas, tensors["mean"])
     with torch.no_grad():
         FlatWeights(structure, tensors["mean"]).write_parameters_()
-        for name, buffer in buffers.items():
-            buffer.copy_(saved_buffers[name])
-        for name, parameter in structure.frozen.items():
-            parameter.copy_(tensors[f"frozen/{name}"])
+        for name, tensor in fixed.items():
+            tensor.copy_(tensors[name])
     return Posterior(
         model,
         likelihood,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from noisygrad.archive import write_archive
+from noisygrad.archive import not_finite, write_archive
 from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
 from noisygrad.families.dense import LARGEST as LARGEST_DENSE
 from noisygrad.families.kl import kl_divergence, log_prob
@@ -200,14 +200,39 @@ class Posterior:
         *,
         norm_data: Inputs | None = None,
     ) -> Tensor:
-        """−N · E_q[nll] − λ (KL of weights + KL of noise), in nats; `loader` yields (x, y) batches of the data.
+        """The evidence lower bound, −N · E_q[nll] − KL, in nats; `loader` yields (x, y) batches of the data.
 
-        The expectation is over `num_samples` draws; one number per replica. `norm_data` is as in `predict`, all of it
-        one batch.
+        The KL is that of weights and noise, whatever `kl_weight` is. The expectation is over `num_samples` draws; one
+        number per replica. `norm_data` is as in `predict`, all of it one batch.
         """
+        return self._fit_less_kl(1.0, loader, num_samples, generator, norm_data)
+
+    @torch.no_grad()
+    def objective(
+        self,
+        loader: Iterable[tuple[Inputs, Tensor]],
+        num_samples: int = 10,
+        generator: torch.Generator | None = None,
+        *,
+        norm_data: Inputs | None = None,
+    ) -> Tensor:
+        """−N · E_q[nll] − λ KL, which training climbs; arguments as in `elbo`, which it is for a `kl_weight` λ of 1.
+
+        No bound of the evidence otherwise: do not compare different `kl_weight` by it.
+        """
+        return self._fit_less_kl(self.kl_weight, loader, num_samples, generator, norm_data)
+
+    def _fit_less_kl(
+        self,
+        weight: float,
+        loader: Iterable[tuple[Inputs, Tensor]],
+        num_samples: int,
+        generator: torch.Generator | None,
+        norm_data: Inputs | None,
+    ) -> Tensor:
         kl = self.kl() + self.likelihood.kl().to(self._mean.flat)
         nll = self.expected_nll(loader, num_samples, generator, norm_data=norm_data)
-        return -self.num_data * nll - self.kl_weight * kl
+        return -self.num_data * nll - weight * kl
 
     @torch.no_grad()
     def expected_nll(
@@ -321,7 +346,11 @@ class Posterior:
         return torch.stack(list(values)).sum(dim=0)
 
     def save(self, path: str | Path) -> None:
-        """Write everything to one safetensors file; read it with `load_posterior(path, model)`."""
+        """Write everything to one safetensors file; read it with `load_posterior(path, model)`.
+
+        Raises ValueError, and leaves a file that is there as it is, where anything is NaN or infinite: it could not be
+        read back. A buffer may have infinite entries, as masks do, where the model that it is read for has them too.
+        """
         check_saveable(self.likelihood)  # what could not be read back is not written
         blocks, priors = self.structure.blocks, self.priors.blocks
         tensors: dict[str, Tensor] = {"mean": self._mean.flat, "prior_mean": self.priors.mean}
@@ -330,8 +359,11 @@ class Posterior:
                 found = records[block.name].tensors()
                 tensors |= {f"{part}/{block.name}/{name}": tensor for name, tensor in found.items()}
         tensors |= {f"likelihood/{name}": tensor for name, tensor in self.likelihood.state_dict().items()}
-        tensors |= {f"buffer/{name}": tensor for name, tensor in self._buffers.items()}
+        buffers = {f"buffer/{name}": tensor for name, tensor in self._buffers.items()}
+        tensors |= buffers
         tensors |= {f"frozen/{name}": parameter for name, parameter in self.structure.frozen.items()}
+        if bad := not_finite(tensors, buffers):
+            raise ValueError(f"{bad!r} of the posterior has NaN or infinite entries: it is not written to {path}")
         noise = {block.group: block.noise for block in blocks}
         header = {
             "format": FORMAT,

@@ -27,25 +27,6 @@ DEVICES = {"cuda"}
 """Where flat vectors follow the memory of the parameters, so that copies take no detour."""
 
 
-class ModelParts:
-    """The modules and parameters of a model, to see whether any was replaced, added or removed since."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self.accept()
-
-    def accept(self) -> None:
-        """Take the model as it is now."""
-        self._owners = [held for module in self._model.modules() for held in (module._modules, module._parameters)]
-        self._count = sum(map(len, self._owners))
-        self._parts = [(held, name, part) for held in self._owners for name, part in held.items()]
-
-    def changed(self) -> bool:
-        """Whether any was."""
-        same = sum(map(len, self._owners)) == self._count
-        return not (same and all(held.get(name) is part for held, name, part in self._parts))
-
-
 @dataclass
 class Structure:
     """The blocks of a model, its parameters, and where each lies in the flat vector."""
@@ -56,11 +37,7 @@ class Structure:
     parameters: dict[str, nn.Parameter]
     frozen: dict[str, nn.Parameter]
     replicas: tuple[int, ...]
-    model: nn.Module
     notes: dict[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._parts = ModelParts(self.model)
 
     @property
     def size(self) -> int:
@@ -113,22 +90,15 @@ class Structure:
         mine = [block for block in self.blocks if block.group == group]
         return slice(mine[0].start, mine[-1].start + mine[-1].size)
 
-    def check_as_built(self) -> None:
+    def check_unchanged(self, model: nn.Module) -> None:
         """Raise if a parameter was frozen since, where only its prior would move it, or is one that is not trained."""
-        changed = self._parts.changed()
-        if (
-            not changed
-            and all(parameter.requires_grad for parameter in self.parameters.values())
-            and not any(parameter.requires_grad for parameter in self.frozen.values())
-        ):
-            return
         frozen = [name for name, parameter in self.parameters.items() if not parameter.requires_grad]
         if frozen:
             raise RuntimeError(
                 f"{format_names(frozen)}: frozen (requires_grad is False) after the optimiser was made, which trains "
                 "all it was made with. Make a new one, perhaps with prior=posterior.as_prior(), or unfreeze"
             )
-        now = {id(parameter): name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        now = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
         then = {id(parameter): name for name, parameter in self.parameters.items()}
         if new := [name for key, name in now.items() if key not in then]:
             raise RuntimeError(
@@ -140,7 +110,6 @@ class Structure:
                 f"{format_names(gone)}: no longer in the model, from which it was taken after the optimiser was made. "
                 "Make a new optimiser"
             )
-        self._parts.accept()
 
     def coverage(self, statistics: Mapping[str, Statistics] | None = None) -> Coverage:
         """Which block each parameter got and why, frozen ones included; `statistics` tell what became of couplings."""
@@ -205,7 +174,6 @@ def build_structure(
         {name: p for name, p in model.named_parameters() if p.requires_grad},
         {name: p for name, p in model.named_parameters() if not p.requires_grad},
         next(iter(replicas)),
-        model,
         notes,
     )
 

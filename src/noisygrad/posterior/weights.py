@@ -12,12 +12,39 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from noisygrad.posterior.structure import Structure
 
 DEVICES = {"cuda"}
 """Where the number of launches counts; a CPU copies tensor by tensor in any case."""
+
+
+class ModelParts:
+    """The modules and parameters of a model, to see whether any was replaced, added, removed, frozen or unfrozen."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.accept()
+
+    def accept(self) -> None:
+        """Take the model as it is now."""
+        self._owners = [held for module in self._model.modules() for held in (module._modules, module._parameters)]
+        self._count = sum(map(len, self._owners))
+        self._parts = [(held, name, part) for held in self._owners for name, part in held.items()]
+        parameters = list(self._model.parameters())
+        self._trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+
+    def changed(self) -> bool:
+        """Whether any was."""
+        same = sum(map(len, self._owners)) == self._count
+        return not (
+            same
+            and all(held.get(name) is part for held, name, part in self._parts)
+            and all(parameter.requires_grad for parameter in self._trained)
+            and not any(parameter.requires_grad for parameter in self._frozen)
+        )
 
 
 class ParameterViews:

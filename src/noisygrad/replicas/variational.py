@@ -103,10 +103,10 @@ class VariationalLearner(Learner):
 
     @torch.no_grad()
     def elbo(self, x: Tensor, y: Tensor, num_samples: int, generators: Sequence[torch.Generator]) -> Tensor:
-        """−N·E[nll] − λ (KL of the weights + KL of the noise) in nats, `[R]`, for the data trained on."""
+        """The bound −N·E[nll] − KL of the weights − KL of the noise in nats, `[R]`, for the data trained on."""
         outputs = self.outputs(x, self.draws(num_samples, generators))
         log_prob = torch.stack([self.likelihood.log_prob(output, y).mean(-1) for output in outputs]).mean(0)
-        return self.num_data * log_prob - self.kl_weight * (self.kl() + self.likelihood.kl())
+        return self.num_data * log_prob - self.kl() - self.likelihood.kl()
 
     def tensors(self) -> dict[str, Tensor]:
         """The mean and the noise."""

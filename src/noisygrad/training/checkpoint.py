@@ -6,8 +6,9 @@ them (`optimizer/tensors/mean`); everything around them is JSON in the header.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from noisygrad.archive import difference, read_archive, write_archive
+from noisygrad.archive import difference, not_finite, read_archive, write_archive
 
 FORMAT = 1
 _MARK = "\0"
@@ -23,7 +24,7 @@ _MARK = "\0"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read, or that belongs to something else."""
+    """A checkpoint that cannot be read, that belongs to something else, or that would be worth nothing."""
 
 
 class Stateful(Protocol):
@@ -47,10 +48,15 @@ def save_checkpoint(
     """Write the states to one file; a reader, and a run killed at any moment, sees the old file or the whole new one.
 
     `extra` is a dictionary of yours: tensors, numbers, strings, lists, tuples and dictionaries, nested at will.
-    Raises TypeError, naming the place, for anything else in a state.
+    Raises TypeError, naming the place, for anything else in a state, and CheckpointError where the model or the
+    optimiser has NaN or infinite numbers (infinite ones in a buffer, such as a mask, are none of these); a file that is
+    there stays as it is.
     """
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     state: dict[str, Any] = {name: part.state_dict() for name, part in parts.items() if part is not None}
+    for name in state.keys() & {"model", "optimizer"}:
+        if bad := _not_finite(state[name], name, model):
+            raise CheckpointError(f"{bad!r} has NaN or infinite entries: nothing is written to {path}")
     state["extra"] = dict(extra or {})
     tensors: dict[str, Tensor] = {}
     header = {"format": FORMAT, "state": {name: _encode(value, name, tensors) for name, value in state.items()}}
@@ -67,34 +73,80 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Bring back the states of what is given, and return `extra`.
 
-    Raises FileNotFoundError, or CheckpointError (a ValueError) for a file that is truncated, no checkpoint, of a newer
-    format or of another model; the model is looked at before anything changes.
+    Raises FileNotFoundError, or CheckpointError (a ValueError) for a file that is truncated, damaged, no checkpoint, of
+    a newer format or of something else, or that has NaN or infinite numbers where the model or the optimiser must have
+    none. Whatever is raised, nothing has changed then.
     """
     header, tensors = read_archive(path, "checkpoint", FORMAT, CheckpointError)
-    state: dict[str, Any] = _decode(header["state"], tensors)
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    for name, part in parts.items():
-        if part is not None and name not in state:
+    try:
+        state: dict[str, Any] = dict(_decode(header["state"], tensors))
+        extra: dict[str, Any] = dict(state["extra"])
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: its header does not tell what it holds ({error})") from error
+    parts = {"scheduler": scheduler, "optimizer": optimizer, "model": model}
+    given = {name: part for name, part in parts.items() if part is not None}
+    for name in given:
+        if name not in state:
             raise CheckpointError(f"{path} holds no state of the {name}: it was saved without `{name}=`")
+        if not isinstance(state[name], dict):
+            raise CheckpointError(f"{path} is damaged: its state of the {name} is a {type(state[name]).__name__}")
+        if name != "scheduler" and (bad := _not_finite(state[name], name, model)):
+            raise CheckpointError(f"{path} is damaged: {bad!r} has NaN or infinite entries")
     if model is not None:
-        own, theirs = (
-            {name: tuple(t.shape) for name, t in tensors.items() if isinstance(t, Tensor)}
-            for tensors in (model.state_dict(), state["model"])
-        )
-        if own != theirs:
-            raise CheckpointError(f"{path} belongs to another model: {difference(theirs, own)}")
-    for name in ("optimizer", "scheduler"):
-        part = parts[name]
-        if part is None:
-            continue
-        try:
-            part.load_state_dict(state[name])
-        except (ValueError, KeyError, RuntimeError) as error:
-            raise CheckpointError(f"{path} does not fit the {name} that is to take it up: {error}") from error
-    if model is not None:
-        model.load_state_dict(state["model"])
-    extra: dict[str, Any] = state["extra"]
+        theirs, ours = _shapes(state["model"]), _shapes(model.state_dict())
+        if theirs != ours:
+            raise CheckpointError(f"{path} belongs to another model: {difference(theirs, ours)}")
+    _load_all(path, given, state)
     return extra
+
+
+def _load_all(path: str | Path, parts: Mapping[str, Stateful], state: Mapping[str, Any]) -> None:
+    """Load all of them, or none: what has changed when one fails is given its earlier state."""
+    before = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+    loading = ""
+    try:
+        for loading, part in parts.items():
+            part.load_state_dict(state[loading])
+    except BaseException as error:
+        for name, part in parts.items():
+            if not _equal(part.state_dict(), before[name]):
+                part.load_state_dict(before[name])
+        if not isinstance(error, Exception):
+            raise
+        raise CheckpointError(f"{path} does not fit the {loading} that is to take it up: {error}") from error
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+
+def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    """Everything in nested dictionaries and lists, by its place."""
+    if not isinstance(value, Mapping | list | tuple):
+        yield place, value
+        return
+    for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+        yield from _leaves(item, f"{place}/{key}")
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two states are surely equal."""
+    mine, theirs = dict(_leaves(one, "")), dict(_leaves(other, ""))
+
+    def same(a: Any, b: Any) -> bool:
+        return a.equal(b) if isinstance(a, Tensor) else isinstance(a, int | float | str | None) and bool(a == b)
+
+    return mine.keys() == theirs.keys() and all(same(a, theirs[place]) for place, a in mine.items())
+
+
+def _not_finite(state: Any, part: str, model: nn.Module | None) -> str | None:
+    """The place of a tensor with NaN or infinite entries, but for infinite ones that the model's buffers have too."""
+    tensors = {place: leaf for place, leaf in _leaves(state, part) if isinstance(leaf, Tensor)}
+    buffers = {} if model is None else {f"model/{name}": buffer for name, buffer in model.named_buffers()}
+    for place, own in _leaves({} if model is None else model.state_dict(), "model"):
+        if place in tensors and isinstance(own, Tensor):  # a number may be too large for a narrower type
+            tensors[place] = tensors[place].to(own.dtype)
+    return not_finite(tensors, buffers)
 
 
 def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:

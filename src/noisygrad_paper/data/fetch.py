@@ -10,7 +10,6 @@ import hashlib
 import http.client
 import io
 import tarfile
-import time
 import urllib.error
 import urllib.request
 import warnings
@@ -24,13 +23,14 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
-from noisygrad.archive import write_atomically
+from noisygrad.archive import clear_unfinished, write_atomically
 from noisygrad_paper.data.catalogue import DataSet, data_directory, data_set
 from noisygrad_paper.data.files import (
     DamagedDataError,
     MissingDataError,
     check_arrays,
     check_images,
+    check_size,
     fetch_command,
     read_arrays,
     refused,
@@ -43,7 +43,6 @@ YEAR_MEMBER = "YearPredictionMSD.txt"
 """The one file in the archive of the year set."""
 _BLOCK = 1 << 18
 _SECONDS_OF_SILENCE = 60
-_STALE_SECONDS = 86400
 _DAMAGES = (
     *(DamagedDataError, zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError),
     RuntimeError,  # an archive with a password
@@ -103,6 +102,7 @@ def _fetch(entry: DataSet, directory: Path, report: Report) -> list[Path]:
         download = _obtain(address, directory / "downloads" / name, entry, report)
         downloads.append(download)
         try:
+            check_size(download.stat().st_size, "it")
             contents |= unpack(entry, download)
         except _DAMAGES as error:
             raise refused(entry, directory, download, str(error)) from error
@@ -130,6 +130,7 @@ def _table(entry: DataSet, download: Path) -> dict[str, bytes]:
         _refuse_escapes(archive.namelist())
         if YEAR_MEMBER not in archive.namelist():
             raise DamagedDataError(f"there is no {YEAR_MEMBER} in it")
+        check_size(archive.getinfo(YEAR_MEMBER).file_size, f"{YEAR_MEMBER} in it")
         with archive.open(YEAR_MEMBER) as text:
             found = hashlib.file_digest(text, "sha256").hexdigest()  # type: ignore[arg-type]
         if entry.address_checksum not in (None, found):
@@ -149,11 +150,13 @@ def _packed(entry: DataSet, text: IO[bytes]) -> dict[str, bytes]:
 def _cifar10_batches(entry: DataSet, download: Path) -> dict[str, bytes]:
     contents: dict[str, bytes] = {}
     with tarfile.open(download, "r:gz") as archive:
-        members = archive.getmembers()
-        _refuse_escapes([member.name for member in members])
-        if odd := [member.name for member in members if not (member.isfile() or member.isdir())]:
-            raise DamagedDataError(f"it holds {odd[0]!r}, which is neither a file nor a folder")
-        for member in members:
+        total = 0
+        for member in archive:  # one after the other: to get behind a member is to unpack it
+            total += member.size
+            check_size(total, f"what it holds up to {member.name!r}")
+            _refuse_escapes([member.name])
+            if not (member.isfile() or member.isdir()):
+                raise DamagedDataError(f"it holds {member.name!r}, which is neither a file nor a folder")
             if member.name in entry.files and (file := archive.extractfile(member)) is not None:
                 contents[member.name] = file.read()
     for relative, wanted in entry.files.items():
@@ -175,13 +178,10 @@ def _obtain(address: str, destination: Path, entry: DataSet, report: Report) -> 
     """The file at `destination`: as it lies there, else downloaded whole."""
     if destination.is_file():
         return destination
-    # What a run left that was killed while it wrote; a younger one may belong to a process that is at work.
-    for left in destination.parent.glob(f".{destination.name}.*.part"):
-        if time.time() - left.stat().st_mtime > _STALE_SECONDS:
-            left.unlink(missing_ok=True)
+    clear_unfinished(destination)
     try:
         content = _downloaded(address, partial(report, destination.name))
-    except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError) as error:
+    except (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError, DamagedDataError) as error:
         reason = getattr(error, "reason", None) or error
         command = fetch_command(entry, destination.parent.parent)
         raise FetchError(
@@ -196,13 +196,15 @@ def _downloaded(address: str, report: Callable[[int, int | None], None]) -> byte
     request = urllib.request.Request(address, headers={"User-Agent": "noisygrad"})
     with urllib.request.urlopen(request, timeout=_SECONDS_OF_SILENCE) as response:
         length = response.headers.get("Content-Length", "")
-        total = int(length) if length.isdigit() else None
+        total = int(length) if length.isdecimal() and len(length) < 20 else None
         done, blocks = 0, list[bytes]()
+        check_size(total or 0, "what is there")
         report(done, total)
         # read(n) ends without a word where a connection breaks off: the length must be checked.
         while block := response.read(_BLOCK):
             blocks.append(block)
             done += len(block)
+            check_size(done, "what comes")
             report(done, total)
     if total is not None and done != total:
         raise ConnectionError(f"the connection closed after {done} of {total} bytes")

@@ -4,7 +4,6 @@ import hashlib
 import io
 import shlex
 import zipfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,10 @@ from noisygrad_paper.data.catalogue import DataSet, data_directory
 
 ARRAYS = ("x", "y", "turbine_decay")
 """What a table's file may hold, in the order of the checksum."""
+
+
+LARGEST = 2**30
+"""Bytes of a download, of a cached file, and of what is read out of an archive: more is refused before it is read."""
 
 
 class MissingDataError(FileNotFoundError):
@@ -98,15 +101,30 @@ def read_official(entry: DataSet, directory: Path, relative: str) -> bytes:
 
 
 def unpack_arrays(content: bytes) -> dict[str, NDArray[Any]]:
-    """The arrays of an npz file; raises `DamagedDataError` for anything else, and never unpickles."""
+    """The arrays of an npz file; raises `DamagedDataError` for anything else, and never unpickles.
+
+    Nothing is read before all sizes together are known to be at most `LARGEST`, and no array is looked into before its
+    bytes are known to have the checksum that the archive gives them.
+    """
     try:
-        with np.load(io.BytesIO(content), allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
-    # What numpy and zipfile raise for a file cut short, of another kind, or with pickled objects in it.
-    except (ValueError, OSError, EOFError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
-        raise DamagedDataError(f"it cannot be read as an npz file ({error})") from error
-    except (AttributeError, TypeError) as error:  # a lone .npy array is no archive
-        raise DamagedDataError("it is not an npz file") from error
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            members = archive.infolist()
+            check_size(sum(member.file_size for member in members), "what is packed in it")
+            parts = {member.filename: archive.read(member) for member in members}
+        return {
+            name.removesuffix(".npy"): np.lib.format.read_array(io.BytesIO(part), allow_pickle=False)
+            for name, part in parts.items()
+        }
+    except DamagedDataError:
+        raise
+    except Exception as error:  # what zipfile and numpy raise for other files is in no list of theirs
+        raise DamagedDataError(f"it cannot be read as an npz file ({type(error).__name__}: {error})") from error
+
+
+def check_size(size: int, what: str) -> None:
+    """Raise `DamagedDataError` for what is too large to be looked at."""
+    if size > LARGEST:
+        raise DamagedDataError(f"{what} has {size} bytes, and no official file has more than {LARGEST}")
 
 
 def fetch_command(entry: DataSet, directory: Path) -> str:
@@ -141,4 +159,8 @@ def _read(entry: DataSet, directory: Path, relative: str) -> bytes:
     if not path.is_file():
         command = fetch_command(entry, directory)
         raise MissingDataError(f"the {entry.name} data is not at {path}. To fetch it: {command}")
+    try:
+        check_size(path.stat().st_size, "it")
+    except DamagedDataError as error:
+        raise refused(entry, directory, path, str(error)) from error
     return path.read_bytes()

@@ -13,7 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from noisygrad_paper.data.catalogue import DATA_SETS, DataSet, data_directory, data_set
-from noisygrad_paper.data.files import DamagedDataError, MissingDataError, read_official, refused, unpack_arrays
+from noisygrad_paper.data.files import (
+    DamagedDataError,
+    MissingDataError,
+    check_size,
+    read_official,
+    refused,
+    unpack_arrays,
+)
 
 Pixels: TypeAlias = NDArray[np.uint8]
 """Images as bytes."""
@@ -111,6 +118,7 @@ def load_out_of_distribution(data_dir: str | Path | None = None) -> Pixels:
             f"the SVHN subset is not at {path}. It has no official address, so no command fetches it: put {form}, there"
         )
     try:
+        check_size(path.stat().st_size, "it")
         x = unpack_arrays(path.read_bytes()).get("x_test")
         if x is None:
             raise DamagedDataError("it has no array x_test")

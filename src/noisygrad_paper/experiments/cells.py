@@ -1,8 +1,9 @@
 """Results that survive: one JSON line per finished cell, in `<folder>/<experiment>.jsonl`.
 
 A cell is one data set, one method and one replicate (a split or a seed). Lines are only ever added, under a lock of the
-file, several at once in a single write. A run that is killed loses the cells it was computing and, at worst, the end of
-the last line; processes that share a folder cannot spoil each other's lines.
+file, several at once in a single write, and end with a checksum of what stands before it. A run that is killed loses
+the cells it was computing and, at worst, the end of the last line; processes that share a folder cannot spoil each
+other's lines. A line that is cut off or damaged is named wherever it is read, counts as missing, and stays.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import platform
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 from noisygrad.versions import versions
 from noisygrad_paper.experiments.locked_files import BINARY, locked, write_all
+from noisygrad_paper.experiments.signed_lines import signed, unsigned
 
 Key: TypeAlias = tuple[str, str, int]
 """What a cell is known by within its experiment: data, method, replicate."""
@@ -29,7 +30,8 @@ Metric: TypeAlias = float | list[float]
 Report: TypeAlias = Callable[[float, str], None]
 """Called by a job at work: the fraction of it that is done, and a word on what it does."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+"""What an experiment may be called."""
 
 
 class ResultsError(ValueError):
@@ -84,15 +86,23 @@ class Cell:
     def to_line(self) -> str:
         """The cell as one line of JSON, without a line end."""
         given = {name: value for name, value in vars(self).items() if value is not None}
-        return json.dumps(given, allow_nan=False, ensure_ascii=False)
+        return signed(json.dumps(given, allow_nan=False, ensure_ascii=False))
 
     @classmethod
     def from_line(cls, line: str) -> Self:
-        """The cell that `to_line` wrote; raises ValueError for anything else."""
-        values = json.loads(line)
+        """The cell that `to_line` wrote; raises ValueError for anything else, were it other by one bit."""
+        text = unsigned(line)
+        try:
+            return cls._from_json(text)
+        except (OverflowError, RecursionError, TypeError) as reason:
+            raise ValueError(f"it is no cell: {reason}") from reason
+
+    @classmethod
+    def _from_json(cls, text: str) -> Self:
+        values = json.loads(text)
         names = {each.name for each in fields(cls)}
         if not isinstance(values, dict):
-            raise ValueError(f"a cell is a JSON object; got {line[:60]!r}")
+            raise ValueError(f"a cell is a JSON object; got {text[:60]!r}")
         absent, unknown = names - {"error"} - values.keys(), values.keys() - names
         if absent or unknown:
             raise ValueError(f"a cell lacks {sorted(absent)} and has unknown {sorted(unknown)}")
@@ -169,7 +179,7 @@ class Results:
     """The stored cells of one experiment, in the file `folder`/`experiment`.jsonl, which the first of them makes."""
 
     def __init__(self, folder: str | Path, experiment: str) -> None:
-        if not _NAME.fullmatch(experiment):
+        if not NAME.fullmatch(experiment):
             raise ValueError(f"an experiment's name has letters, digits, - and _; got {experiment!r}")
         self.experiment = experiment
         self.path = Path(folder) / f"{experiment}.jsonl"
@@ -178,27 +188,27 @@ class Results:
     def load(self) -> list[Cell]:
         """The stored cells, one for each key; [] where there is no file.
 
-        A failed cell is left out when the same cell was computed later. A last line that is cut off is left out with a
-        warning. Raises ResultsError for any other line that is not a cell.
+        A failed cell is left out when the same cell was computed later. Bad lines are left out with a warning that
+        names them.
         """
-        try:
-            descriptor = os.open(self.path, os.O_RDONLY | BINARY)
-        except FileNotFoundError:
-            return []
-        with locked(descriptor, self.path, "shared"):
-            stored = self._read(descriptor)
-        if stored.rest and not stored.whole:
-            _warn(f"the last line of {self.path} is cut off and left out; its cell counts as missing")
+        stored = self._stored()
+        if stored.bad:
+            # From here, whoever asks: so Python shows it once in a process, not at every place that reads.
+            warnings.warn(self._complaint(stored.bad), UserWarning, stacklevel=1)
         return list(stored.cells.values())
+
+    def complaint(self) -> str | None:
+        """What to tell of lines that are cut off or damaged, or of something else; None where all are whole."""
+        bad = self._stored().bad
+        return self._complaint(bad) if bad else None
 
     def append(self, cells: Iterable[Cell]) -> list[Cell]:
         """Store cells in one write, safe on the disk on return; gives back those that were new.
 
-        A cell that is there already is dropped: the first wins, but a computed cell replaces a failed one. A last line
-        that is cut off is moved to `<file>.broken` with a warning.
+        A cell that is there already is dropped: the first wins, but a computed cell replaces a failed one.
 
         Raises ConfigurationError, and stores nothing, if stored cells of the same data and method have another
-        configuration; ResultsError if the file cannot be read; OSError if it cannot be written.
+        configuration; OSError if the file cannot be written.
         """
         cells = list(cells)
         for cell in cells:
@@ -213,17 +223,9 @@ class Results:
                 self._same_config(stored.cells.values(), cell)
                 if stored.add(cell):
                     fresh.append(cell)
-            lost = b"" if stored.whole else stored.rest
-            if lost:
-                self._cut_off(descriptor, lost, stored.end)
-            # A line that lacks only its line end: an editor's work, or a write that stopped one byte early.
-            start = "\n" if stored.whole else ""
+            # What lacks its line end, an editor's work or the rest of a stopped write, stays a line of its own.
+            start = "\n" if stored.is_open else ""
             write_all(descriptor, (start + "".join(f"{cell.to_line()}\n" for cell in fresh)).encode(), self.path)
-        if lost:
-            _warn(
-                f"the last line of {self.path} was cut off; its {len(lost)} bytes are now in {self.path.name}.broken, "
-                f"and its cell counts as missing: {lost[:60]!r}"
-            )
         return fresh
 
     def missing(self, plan: Iterable[Job]) -> list[Job]:
@@ -252,24 +254,25 @@ class Results:
                     "Choose another folder with --results, go back to the stored configuration, or delete the file."
                 )
 
+    def _stored(self) -> _Stored:
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | BINARY)
+        except FileNotFoundError:
+            return _Stored()
+        with locked(descriptor, self.path, "shared"):
+            return self._read(descriptor)
+
     def _read(self, descriptor: int) -> _Stored:
         os.lseek(descriptor, 0, os.SEEK_SET)
         with os.fdopen(os.dup(descriptor), "rb") as file:
-            *lines, rest = file.read().split(b"\n")
-        stored = _Stored(rest=rest, end=sum(len(line) + 1 for line in lines))
+            lines = file.read().split(b"\n")
+        stored = _Stored(is_open=bool(lines[-1]))
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
                     stored.add(self._parse(line))
-                except ValueError as reason:
-                    raise ResultsError(
-                        f"line {number} of {self.path} is not a cell ({reason}): {line[:60]!r}\n"
-                        "Mend or delete the line; the same command computes a deleted cell again."
-                    ) from reason
-        if rest:
-            with suppress(ValueError):
-                stored.add(self._parse(rest))
-                stored.whole = True
+                except (ValueError, TypeError) as reason:
+                    stored.bad[number] = f"{reason}: {line[:60]!r}"
         return stored
 
     def _parse(self, line: bytes) -> Cell:
@@ -279,24 +282,24 @@ class Results:
             raise ValueError(f"it is of the experiment {cell.experiment!r}")
         return self._parsed.setdefault(line, cell)
 
-    def _cut_off(self, descriptor: int, rest: bytes, end: int) -> None:
-        # Saved before it is cut: a run killed in between leaves it twice, never nowhere.
-        with self.path.with_name(f"{self.path.name}.broken").open("ab") as file:
-            file.write(rest + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.ftruncate(descriptor, end)
+    def _complaint(self, bad: Mapping[int, str]) -> str:
+        """The first ten bad lines by their numbers, and what is wrong with the first."""
+        number, reason = next(iter(bad.items()))
+        others = [str(other) for other in bad][1:10]
+        more = f"; so are lines {', '.join(others)}" + ", …" * (len(bad) > 10) if others else ""
+        return (
+            f"line {number} of {self.path} is bad ({reason}){more}. The cell of a bad line counts as missing: bring "
+            "the line back from a copy, or delete it once the same command has computed the cell again"
+        )
 
 
 @dataclass(kw_only=True)
 class _Stored:
-    end: int
-    """Bytes up to and with the last line end."""
-    rest: bytes
-    """What follows it: nothing, unless a write was cut short."""
-    whole: bool = False
-    """Whether the rest is a whole cell."""
     cells: dict[Key, Cell] = field(default_factory=dict)
+    bad: dict[int, str] = field(default_factory=dict)
+    """What is wrong with each line that is no cell of the experiment, by its number from 1."""
+    is_open: bool = False
+    """Whether the last line lacks its line end."""
 
     def add(self, cell: Cell) -> bool:
         """Whether the cell is news: the first of its key, or a better or another word after a failure."""
@@ -376,7 +379,3 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 def _shown(settings: Mapping[str, Any], name: str) -> str:
     return json.dumps(settings[name]) if name in settings else "not set"
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, UserWarning, stacklevel=3)

@@ -4,7 +4,6 @@ A cell is one training of one network. It keeps a checkpoint beside the results 
 is stopped goes on where it was. Under `torchrun` the processes train each network together.
 """
 
-import glob
 import hashlib
 import json
 import math
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from noisygrad.archive import clear_unfinished
 from noisygrad.distributed import processes
 from noisygrad.optim.draw import BETWEEN_RANKS
 from noisygrad.training.history import EpochRecord, History
@@ -178,9 +178,9 @@ def _out_of_distribution_images(data: str, data_dir: str | None) -> NDArray[np.u
 def clear_checkpoints(job: Job, folder: str) -> None:
     """Remove the checkpoints of a training whose cells are stored, and what a kill left of one that was written."""
     for seed in job.replicates:
-        name = f"{_file_name(job, seed)}.safetensors"
-        for path in (Path(folder) / name, *Path(folder).glob(f".{glob.escape(name)}.*.part")):
-            path.unlink(missing_ok=True)
+        path = Path(folder) / f"{_file_name(job, seed)}.safetensors"
+        path.unlink(missing_ok=True)
+        clear_unfinished(path)
 
 
 class Learning:

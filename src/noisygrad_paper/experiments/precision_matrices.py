@@ -27,7 +27,8 @@ from noisygrad.replicas.engine import Execution, ReplicaGenerators, train_replic
 from noisygrad.replicas.noisy import NoisyLearner, NoisySettings
 from noisygrad.replicas.perceptrons import Perceptrons
 from noisygrad.versions import versions
-from noisygrad_paper.data import Standardised, load_table, standardised
+from noisygrad_paper.data import DamagedDataError, Standardised, load_table, standardised
+from noisygrad_paper.data.files import unpack_arrays
 from noisygrad_paper.experiments.cells import ConfigurationError, ResultsError, device_name, difference
 from noisygrad_paper.experiments.regression import annealing
 
@@ -101,8 +102,8 @@ def missing(config: PrecisionConfig, results: Path, *, force: bool = False) -> l
             f"{arrays} was made by another configuration:\n{difference(stored['config'], config.plain())}\n"
             "Choose another folder with --results, go back to the stored configuration, or replace it with --force."
         )
-    with np.load(arrays, allow_pickle=False) as file:
-        return [method for method in FAMILIES if method not in file.files or method not in stored["seconds"]]
+    found = read_matrices(arrays)
+    return [method for method in FAMILIES if method not in found or method not in stored["seconds"]]
 
 
 def run(
@@ -129,8 +130,7 @@ def run(
     matrices: dict[str, NDArray[Any]] = {}
     found: dict[str, dict[str, float]] = {"seconds": {}, "elbo": {}}
     if len(todo) < len(FAMILIES):
-        with np.load(arrays, allow_pickle=False) as file:
-            matrices = {name: file[name] for name in file.files}
+        matrices = read_matrices(arrays)
         found = {name: _read(about)[name] for name in found}
     for method in todo:
         with one_thread(device == "cpu"):
@@ -214,6 +214,14 @@ def normalised(matrix: Tensor) -> NDArray[np.float64]:
 
 def _paths(results: Path) -> tuple[Path, Path]:
     return results / f"{EXPERIMENT}.npz", results / f"{EXPERIMENT}.json"
+
+
+def read_matrices(arrays: Path) -> dict[str, NDArray[Any]]:
+    """The matrices and the boundaries in a file; raises ResultsError where it cannot be read."""
+    try:
+        return unpack_arrays(arrays.read_bytes())
+    except DamagedDataError as reason:
+        raise ResultsError(f"{arrays} has no precision matrices: {reason}. Delete it") from reason
 
 
 def _read(about: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from noisygrad import plots
+from noisygrad_paper.experiments.precision_matrices import read_matrices
 from noisygrad_paper.report.page import ReportPage
 from noisygrad_paper.report.provenance import flattened
 
@@ -27,8 +28,7 @@ def sections(results: Path, page: ReportPage) -> None:
     if not arrays.is_file():
         page.absent("precision-matrices.npz", "precision-matrices")
         return
-    with np.load(arrays, allow_pickle=False) as file:
-        found: dict[str, NDArray[Any]] = {name: file[name] for name in file.files}
+    found = read_matrices(arrays)
     matrices = {f"{name}: {_NAMES[name]}": found[name] for name in _NAMES if name in found}
     if not matrices:
         raise ValueError(f"{arrays} has {', '.join(found) or 'nothing'}; expected matrices named {', '.join(_NAMES)}")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from noisygrad.versions import versions
+from noisygrad_paper.experiments.cells import NAME, Results
 from noisygrad_paper.report import classification, convergence, exploration, few_labels, precision, regression
 from noisygrad_paper.report.page import ReportPage
 
@@ -36,4 +37,12 @@ def build_report(results: Path) -> ReportPage:
     )
     for add in SECTIONS:
         add(results, page)
+    _add_bad_lines(results, page)
     return page
+
+
+def _add_bad_lines(results: Path, page: ReportPage) -> None:
+    """Lines of results that are cut off or damaged, where there are any: nothing above counts them."""
+    stored = (Results(results, path.stem) for path in sorted(results.glob("*.jsonl")) if NAME.fullmatch(path.stem))
+    if complaints := [complaint for each in stored if (complaint := each.complaint())]:
+        page.section("Lines that cannot be read").items(complaints)

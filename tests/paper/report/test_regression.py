@@ -1,5 +1,5 @@
+import html
 import io
-import json
 import math
 import re
 from pathlib import Path
@@ -341,18 +341,42 @@ def bad_curve(folder: Path) -> None:
     Results(folder, "convergence").append([cell])
 
 
-def bad_line(folder: Path) -> None:
-    (folder / "regression.jsonl").write_text(json.dumps({"data": "boston"}) + "\n")
+def bad_arrays(folder: Path) -> None:
+    bad_precision(folder)
+    path = folder / "precision-matrices.npz"
+    path.write_bytes(path.read_bytes()[:-9])
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
-    [(bad_precision, "expected matrices named"), (bad_curve, "a list 'iterations'"), (bad_line, "line 1")],
+    [
+        (bad_precision, "expected matrices named"),
+        (bad_arrays, r"precision-matrices\.npz has no precision matrices: .*Delete it"),
+        (bad_curve, "a list 'iterations'"),
+    ],
 )
 def test_bad_results_are_named(tmp_path, spoil, message):
     spoil(tmp_path)
     with pytest.raises(ValueError, match=message):
         site.build_report(tmp_path)
+
+
+def test_bad_lines_are_named_on_the_page_and_counted_nowhere(tmp_path):
+    made_results.write_regression(tmp_path)
+    path = tmp_path / "regression.jsonl"
+    whole = site.build_report(tmp_path).html()
+    assert "Lines that cannot be read" not in whole
+    lines = path.read_text().splitlines(keepends=True)
+    number, line = next((n, line) for n, line in enumerate(lines, start=1) if '"yacht"' in line and '"BBB"' in line)
+    path.write_text("".join(lines).replace(line, line.replace('"rmse": ', '"rmse": 1')))
+    with pytest.warns(UserWarning, match=f"line {number} of"):
+        text = site.build_report(tmp_path).html()
+    assert "Lines that cannot be read" in text
+    assert f"line {number} of {path} is bad (it does not have the checksum" in html.unescape(text)
+    path.write_text("".join(lines).replace(line, ""))
+    without = site.build_report(tmp_path).html()
+    assert without in text.replace(text[text.index("<section>\n<h2>Lines that") : text.index("<footer>")], "")
+    assert without != whole
 
 
 def test_mistakes_are_explained(tmp_path):
