@@ -1,20 +1,23 @@
 """Several processes that train one model: the only place that knows `torch.distributed`.
 
-Gradients are averaged by DistributedDataParallel as ever. Here the Fisher's statistics are summed over the ranks, the
-factorisation of the blocks is shared out among them, and the results are sent to all.
+The Fisher's statistics are summed over the ranks, and gradients are averaged where no wrapper (DistributedDataParallel,
+`replicate`) has done so. The factorisation of the blocks is shared out, and the results are sent to all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 Found = TypeVar("Found")
+Group: TypeAlias = "dist.ProcessGroup | Literal['alone'] | None"
+DRIFT = 1e-4
+"""How far weights of two ranks may be apart, relative to their size: by the rounding of different processors."""
 
 
 @dataclass(frozen=True)
@@ -42,21 +45,55 @@ def all_gather_object(value: Found) -> list[Found]:
 
 
 class Ranks:
-    """The processes that hold a copy of one DistributedDataParallel model; of one process, where there is none."""
+    """The processes that train one model together; a single one, where there are no others.
 
-    def __init__(self, model: nn.Module) -> None:
-        for candidate in (model, getattr(model, "_orig_mod", None)):
-            if isinstance(candidate, nn.parallel.DistributedDataParallel):
-                self._group = candidate.process_group
-                self.active = True
-                self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
-                return
+    Those of `group`; without one those of the DistributedDataParallel that the model is wrapped in, or else all there
+    are. "alone" is this process by itself.
+    """
+
+    def __init__(self, model: nn.Module, group: Group = None) -> None:
         self.active, self.rank, self.size = False, 0, 1
+        self._settled = isinstance(group, str)
+        if isinstance(group, str) or not dist.is_available() or not dist.is_initialized():
+            return
+        for candidate in (model, getattr(model, "_orig_mod", None)):
+            if group is None and isinstance(candidate, nn.parallel.DistributedDataParallel):
+                group = candidate.process_group
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.active = self.size > 1
+        self._settled = True
+        found = self._gather([(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()])
+        if any(shapes != found[0] for shapes in found):
+            raise ValueError(
+                "the processes of this group have different models: give the optimiser the process_group of those that "
+                'train this one, or process_group="alone" for a training of this process by itself'
+            )
 
     @classmethod
     def alone(cls) -> Ranks:
         """One process by itself."""
-        return cls(nn.Identity())
+        return cls(nn.Identity(), "alone")
+
+    def check_current(self) -> None:
+        """Raise if there are other processes now, of which an optimiser knows nothing."""
+        if not self._settled and processes().size > 1:
+            raise RuntimeError(
+                "this optimiser was made before the process group, so it does not know the other processes: make it "
+                "after torch.distributed.init_process_group (or what calls that, such as Accelerator()). For a "
+                'training of this process by itself say process_group="alone"'
+            )
+
+    def _gather(self, value: Found) -> list[Found]:
+        box: list[Found | None] = [None] * self.size
+        dist.all_gather_object(box, value, group=self._group)
+        return box  # type: ignore[return-value]
+
+    def all_gather(self, numbers: Tensor) -> Tensor:
+        """The numbers of every rank, one row each."""
+        rows = [torch.empty_like(numbers) for _ in range(self.size)]
+        dist.all_gather(rows, numbers, group=self._group)
+        return torch.stack(rows)
 
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         """In place, the sum over the ranks of each tensor, in one message for each dtype."""
@@ -113,3 +150,46 @@ class Ranks:
                 dist.broadcast(whole, group=self._group, group_src=source)
                 if whole is not tensor:  # a view into something larger
                     tensor.copy_(whole)
+
+
+class GradientReduction:
+    """Whether a wrapper has reduced the gradients when a step sees them: a few numbers of them tell, rank by rank.
+
+    They are compared in the first step and wherever factors are refreshed. As long as it is not known, or a batch does
+    not tell, gradients are averaged; of equal ones that is the same.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._done: bool | None = None
+
+    def is_done(self, gradient: Sequence[Tensor], mean: Sequence[Tensor], loss: Tensor | None, look: bool) -> bool:
+        """Whether the gradients are the same on all ranks; raises on all of them if their weights are not.
+
+        `gradient` and `mean` layer by layer; `loss` is this rank's own. Where there is something to compare, this
+        waits for the device.
+        """
+        if look or self._done is None:
+            own = torch.zeros((), dtype=torch.float64, device=gradient[0].device)
+            own = own if loss is None else own + loss
+            numbers = torch.stack([own, *_numbers(gradient), *_numbers(mean)])
+            losses, gradients, means = (
+                self._ranks.all_gather(numbers).cpu().split([1, 2 * len(gradient), 2 * len(mean)], 1)
+            )
+            sums, sizes = means[:, ::2], means[:, 1::2]
+            if bool((torch.stack([sums, sizes]) - torch.stack([sums, sizes])[:, :1]).abs().gt(DRIFT * sizes[:1]).any()):
+                raise RuntimeError(
+                    "the ranks have different weights: they must start from the same (wrap the model in "
+                    "DistributedDataParallel, or seed every process alike), make the same steps with the same settings "
+                    'and load the same states. For trainings of their own say process_group="alone"'
+                )
+            equal = bool((gradients == gradients[:1]).all())
+            told = bool(gradients.isfinite().all() and gradients.any() and (losses != losses[:1]).any())
+            self._done = (True if told else None) if equal else False
+        return bool(self._done)
+
+
+def _numbers(parts: Sequence[Tensor]) -> list[Tensor]:
+    """The sum and the size of each part."""
+    kinds = torch.sum, torch.linalg.vector_norm
+    return [kind(part, dtype=torch.float64) for part in parts for kind in kinds]

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import noisygrad as ng
-from noisygrad.optim.measurement import Accumulated
+from noisygrad.optim.accumulated import Accumulated
 from support.compare import (
     assert_nothing_pending,
     assert_unchanged,
     batches,
     compare_optimizers,
+    differences,
     each_optimizer,
     make,
     mlp,
@@ -36,16 +37,19 @@ def test_two_micro_batches_equal_one_large_batch(kind):
 
 
 @each_optimizer
-def test_unequal_micro_batches_share_the_fisher_by_their_examples(kind):
-    ((x, y),) = batches(1, size=6)
-    models = [mlp(), mlp()]
-    small, large = (make(kind, model, fisher="exact") for model in models)
-    with small.sampled() as draw:
-        draw.nll(models[0](x[:4]), y[:4]).backward()
-        draw.nll(models[0](x[4:]), y[4:]).backward()
-    small.step()
-    train(large, models[1], [(x, y)])
-    compare_optimizers(small, large, 1e-10, but=("mean", "momentum", "/model/"))
+def test_unequal_micro_batches_are_weighed_by_what_their_losses_are_scaled_by(kind):
+    """Scaled by their share of the examples, they equal one large batch; as they are, each counts as much."""
+    models = [mlp(), mlp(), mlp()]
+    shares, large, equal = (make(kind, model, fisher="exact") for model in models)
+    for x, y in batches(3, size=6):
+        for optimizer, model, weights in ((shares, models[0], (2 / 3, 1 / 3)), (equal, models[2], (1.0, 1.0))):
+            with optimizer.sampled() as draw:
+                for part, weight in zip((slice(0, 4), slice(4, 6)), weights, strict=True):
+                    (draw.nll(model(x[part]), y[part]) * weight).backward()
+            optimizer.step()
+        train(large, models[1], [(x, y)])
+    compare_optimizers(shares, large, 1e-10)
+    assert differences(snapshot(equal), snapshot(large), 1e-3)
 
 
 @each_optimizer
@@ -290,54 +294,9 @@ def test_all_forward_passes_before_all_losses(kind):
     compare_optimizers(apart, together, 1e-10)
 
 
-@each_optimizer
-def test_two_losses_of_one_output_have_its_statistics_once(kind):
-    ((x, y),) = batches(1)
-    models = [mlp(), mlp()]
-    once, twice = (make(kind, model, fisher="exact") for model in models)
-    train(once, models[0], [(x, y)])
-    with twice.sampled() as draw:
-        output = models[1](x)
-        (draw.nll(output, y) + draw.nll(output, y)).backward()
-    twice.step()
-    compare_optimizers(once, twice, 1e-10)
-
-
-@each_optimizer
-def test_two_heads_of_one_forward_pass_are_refused(kind):
-    """The second loss would need the trunk's statistics again, which are gone."""
-
-    class TwoHeads(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.trunk, self.left, self.right = (mlp(sizes=sizes) for sizes in ((3, 4), (4, 2), (4, 2)))
-
-        def forward(self, x):
-            hidden = torch.tanh(self.trunk(x))
-            return self.left(hidden), self.right(hidden)
-
-    model, ((x, y),) = TwoHeads(), batches(1)
-    optimizer = make(kind, model)
-    before = snapshot(optimizer)
-
-    def share_a_pass():
-        with optimizer.sampled() as draw:
-            left, right = model(x)
-            (draw.nll(left, y) + draw.nll(right, y)).backward()
-
-    with pytest.raises(RuntimeError, match="call the model once for each"):
-        share_a_pass()
-    assert_unchanged(before, optimizer, but=("generator",))
-    with optimizer.sampled() as draw:
-        (draw.nll(model(x)[0], y) + draw.nll(model(x)[1], y)).backward()
-    optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("examples", "mask", "expected"), [(0.0, None, 0), (3.0, None, 1), (3.0, 0.0, 0), (3.0, 1.0, 1)]
-)
-def test_statistics_of_no_example_of_any_rank_change_nothing(examples, mask, expected):
-    found = Accumulated(examples=torch.tensor(examples))
+@pytest.mark.parametrize(("weight", "mask", "expected"), [(0.0, None, 0), (3.0, None, 1), (3.0, 0.0, 0), (3.0, 1.0, 1)])
+def test_statistics_of_no_example_of_any_rank_change_nothing(weight, mask, expected):
+    found = Accumulated(fisher_weight=torch.tensor(weight))
     assert found.used_by_ranks(None if mask is None else torch.tensor(mask)) == expected
-    alone = Accumulated(examples=examples)
+    alone = Accumulated(fisher_weight=weight)
     assert alone.used_by_ranks(None) is None

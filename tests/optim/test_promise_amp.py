@@ -36,7 +36,7 @@ def explicit_step(optimizer, model, x, y, scaler=None, autocast=False, clip=None
         (loss if scaler is None else scaler.scale(loss)).backward()
     if clip is not None:
         if scaler is not None:
-            scaler.unscale_(optimizer)
+            optimizer.unscale_(scaler)
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
     if scaler is None:
         optimizer.step()
@@ -108,7 +108,7 @@ def test_an_overflow_skips_the_step(kind, mode, first, unscale):
         scaler.scale(draw.nll(model(data[2][0]), data[2][1])).backward()
         model[0].weight.grad[0, 0] = float("inf")
     if unscale:
-        scaler.unscale_(optimizer)
+        optimizer.unscale_(scaler)
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == SCALE / 2

@@ -5,20 +5,19 @@ The two processes are started once; they run every scenario and leave their resu
 
 from __future__ import annotations
 
-import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import noisygrad as ng
 from noisygrad.algorithm import stacks
 from support.compare import OPTIMIZERS, batches, differences, each_optimizer, make, mlp, snapshot
+from support.processes import run_ranks
 
 SECONDS = 100
 OWN = ("/generators/", "/optimizer/rank")
@@ -168,15 +167,8 @@ def stopped(rank: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def work(rank: int, folder: str) -> None:
+def work(rank: int, folder: str) -> dict[str, Any]:
     """Everything that one of the two processes does."""
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meeting",
-        rank=rank,
-        world_size=2,
-        timeout=datetime.timedelta(seconds=SECONDS / 2),
-    )
     results: dict[str, Any] = {}
     for kind in OPTIMIZERS:
         name = kind.__name__
@@ -193,23 +185,12 @@ def work(rank: int, folder: str) -> None:
         results[f"damping {stacked}"] = changed_damping(rank, stacked)
     for what in ("NaN", "factorisation"):
         results[f"failure {what}"] = failure(rank, what)
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    folder: Path = tmp_path_factory.mktemp("ddp")
-    context = mp.spawn(work, args=(str(folder),), nprocs=2, join=False)
-    try:
-        deadline = datetime.datetime.now() + datetime.timedelta(seconds=SECONDS)
-        while not context.join(timeout=5):
-            assert datetime.datetime.now() < deadline, "the two processes wait for one another"
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+    return run_ranks(work, tmp_path_factory.mktemp("ddp"), SECONDS)
 
 
 def assert_close(mine, theirs, but=()):

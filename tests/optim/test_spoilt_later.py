@@ -156,7 +156,7 @@ def test_a_refused_batch_leaves_running_statistics_as_they_were(kind, form, mome
     take_step(optimizer, model, images(), form)
 
 
-@pytest.mark.parametrize("how", ["an exception", "zero_grad", "a closure", "a later draw", "a GradScaler"])
+@pytest.mark.parametrize("how", ["an exception", "zero_grad", "a later draw", "a GradScaler"])
 def test_running_statistics_are_taken_back_however_a_bad_batch_is_dropped(how):
     model = Normed()
     optimizer = make(ng.NoisyKFAC, model, ng.Categorical())
@@ -176,10 +176,6 @@ def test_running_statistics_are_taken_back_however_a_bad_batch_is_dropped(how):
     elif how == "zero_grad":
         draw(bad=True)
         optimizer.zero_grad()
-    elif how == "a closure":
-        draw(bad=True)
-        model.eval()
-        take_step(optimizer, model, images(), "closure")
     elif how == "a later draw":
         draw(bad=False)
         draw(bad=True)

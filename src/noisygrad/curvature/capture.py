@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from noisygrad.curvature.registry import Layer, find_layer
@@ -82,8 +82,8 @@ class Capture:
         self._node_handles: list[RemovableHandle] = []
         self._patched: list[tuple[nn.Module, Any]] = []
         self._records: list[Record] = []
-        self.consumed_nodes: set[Node] = set()
-        """The graph nodes of the calls that statistics were taken of."""
+        self._used: list[Record] = []
+        """Those that statistics were taken of, for other losses of the same forward pass."""
         self._stack = ExitStack()
         self.watch_backward = False
 
@@ -102,20 +102,25 @@ class Capture:
         self.watch_backward = False
         self._patched.clear()
         self._records.clear()
-        self.consumed_nodes.clear()
+        self.release()
         self._forget_nodes()
         self._stack.close()
 
-    def take(self) -> list[Record]:
-        """The records since the last call."""
-        records, self._records = self._records, []
+    def take(self, *, again: bool = False) -> list[Record]:
+        """The records since the last call; with `again` those that statistics were taken of, too."""
+        records, self._records = [*(self._used if again else ()), *self._records], []
+        self._used = [] if again else self._used
         self._forget_nodes()
         return records
 
     def consume(self, records: Sequence[Record]) -> None:
-        """Note that statistics were taken of these records; those that the loss did not use are kept for later."""
-        self.consumed_nodes |= {record.edge.node for record in records if record.used}
+        """Note that statistics were taken of these records; those that no loss has used yet are kept for later."""
         self._records = [record for record in records if not record.used] + self._records
+        self._used += [record for record in records if record.used]
+
+    def release(self) -> None:
+        """Forget what statistics were taken of: the graph is about to be differentiated."""
+        self._used = []
 
     def _forget_nodes(self) -> None:
         for handle in self._node_handles:

@@ -16,12 +16,12 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from noisygrad.curvature.capture import Record
 from noisygrad.curvature.layout import measure_layouts, perhaps_shared
 from noisygrad.curvature.passes import Batch, Pass, SummedPass
-from noisygrad.curvature.summaries import PassSummary, Summarise, gradient_hooks, hookable, reaches
+from noisygrad.curvature.summaries import PassSummary, Summarise, gradient_hooks, hookable
 from noisygrad.families.units import Unit
 from noisygrad.likelihoods import Counted, Likelihood
 
@@ -148,12 +148,6 @@ def _differentiate(
         if gradient is not None:
             passes[unit.name] = _summed(unit, gradient, batch)
     return passes
-
-
-def depends_on(output: Tensor, nodes: set[Node]) -> bool:
-    """Whether the output depends on one of these nodes of the graph."""
-    start = output.grad_fn
-    return start is not None and bool(nodes) and (start in nodes or reaches(start, nodes, set()))
 
 
 def _without_autocast(device: str) -> AbstractContextManager[object]:

@@ -130,6 +130,7 @@ class _NoisyEstimator(BaseEstimator):  # type: ignore[misc]
             mc_samples=int(self.mc_samples),
             fisher="exact" if outputs == 1 else "sampled",  # one output: exact costs no more
             seed=seeds[1],
+            process_group="alone",
             **plan.settings,
             **{name: getattr(self, name) for name in ("kl_weight", "prior_variance", "damping", "noise")},
         )

@@ -167,6 +167,19 @@ class Statistics(TensorRecord, ABC):
             tensor.mul_(decay).add_(new[name] * (1.0 - decay))
         return self
 
+    @torch.no_grad()
+    def sum_losses_(self, own: Tensor | float, other: Self, weight: Tensor | float) -> None:
+        """In place: own · F + weight · F_other, for two losses of the same examples.
+
+        So moments of inputs are those of either: whichever saw the layer. All others are linear in F.
+        """
+        theirs = other.averages()
+        for name, tensor in self.averages().items():
+            if "inputs" in name:
+                tensor.copy_(torch.where(theirs[name] == 0, tensor, theirs[name]))
+            else:
+                tensor.mul_(own).add_(theirs[name] * weight)
+
     def basis_tensors(self) -> dict[str, Tensor]:
         """The tensors that `refresh_basis_` changes, by name: none, unless a family says otherwise."""
         return {}

@@ -27,6 +27,7 @@ from torch import Tensor
 from noisygrad.algorithm.step import NoisyNaturalGradient
 from noisygrad.curvature.capture import Capture
 from noisygrad.kernels.threads import run_in_threads
+from noisygrad.optim.accumulated import LossCall
 from noisygrad.optim.execution import Executor
 from noisygrad.posterior.structure import Structure
 from noisygrad.posterior.weights import FlatWeights, ParameterViews
@@ -42,12 +43,11 @@ PATIENCE = 3.0
 class Draw:
     """One draw of the weights, valid inside `with optimizer.sampled() as draw`."""
 
-    def __init__(self, measure: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]) -> None:
-        self._measure = measure
+    def __init__(self, measure: Callable[..., Tensor], pending: Callable[[], Sequence[LossCall]]) -> None:
+        self._measure, self._pending = measure, pending
         self.is_open = True
         self.has_loss = False
         """Whether a loss was computed that is to be differentiated."""
-        self._waiting: set[int] = set()
 
     # It leaves much beside tensors, so it is not compiled along with what calls it.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -60,28 +60,26 @@ class Draw:
         given twice. `mask` is True where a position counts, `[batch, positions]`: of the targets where it has their
         shape, and in any case of layers with as many positions. Padding has no part in the loss or the Fisher then.
 
-        Where this step takes statistics, they are taken here. Call `backward()` on the result (scaled by a GradScaler
-        if you like) before leaving the context. Several calls, in one context or in several, are averaged by `step()`:
-        do not divide the loss yourself.
+        Where this step takes statistics, they are taken here. Call `backward()` on the result before leaving the
+        context. It may be scaled first, by a GradScaler or divided by a number of micro-batches: the factor is seen.
+        Several losses are averaged by `step()` with their factors as weights; those of one forward pass, such as two
+        heads', add.
         """
         if not self.is_open:
             raise RuntimeError(
                 "this draw is over: its weights are gone. Compute the loss inside `with optimizer.sampled()`"
             )
         loss = self._measure(output, target, weight, mask)
-        if loss.requires_grad:
-            self.has_loss = True
-            key = max(self._waiting, default=-1) + 1
-            self._waiting.add(key)
-            loss.register_hook(lambda gradient: self._waiting.discard(key))
+        self.has_loss |= loss.requires_grad
         return loss
 
     def check_differentiated(self) -> None:
         """Raise if a loss was never differentiated."""
-        if self._waiting:
+        if any(call.waits for call in self._pending()):
             raise RuntimeError(
                 "leaving sampled() with a loss that was not differentiated: its graph belongs to weights that are now "
-                "replaced by the mean. Call backward() inside the context (or compute it under torch.no_grad())"
+                "replaced by the mean. Call backward() inside the context (torch.autograd.grad leaves no gradients for "
+                "the step), or compute it under torch.no_grad()"
             )
 
 

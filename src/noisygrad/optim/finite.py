@@ -203,7 +203,8 @@ class FiniteGuard:
         if owners:
             where = f"the statistics of {format_names(origin or list(dict.fromkeys(owners)))} went bad"
         else:
-            where = f"the gradient of {format_names(gradients)} went bad" if gradients else "the loss itself"
+            itself = "the loss itself, or what it was multiplied by (not finite, zero or negative)"
+            where = f"the gradient of {format_names(gradients)} went bad" if gradients else itself
         self._running.restore()
         buffers = self._running.nonfinite_buffers()
         reset = f". But {format_names(buffers)} took bad numbers from the batch: reset them" if buffers else ""

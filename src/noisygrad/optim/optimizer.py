@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from noisygrad.algorithm.fisher import FisherStart
 from noisygrad.curvature.capture import unwrapped
 from noisygrad.curvature.fisher import FisherKind
-from noisygrad.distributed import Ranks
+from noisygrad.distributed import Group, Ranks
 from noisygrad.families.base import DampingMode
 from noisygrad.likelihoods import Likelihood
+from noisygrad.optim.accumulated import Accumulated
 from noisygrad.optim.assembly import assemble
 from noisygrad.optim.draw import Draw, Drawing
-from noisygrad.optim.measurement import Accumulated, Closure, unpacked
+from noisygrad.optim.measurement import Closure, unpacked
 from noisygrad.optim.options import FisherPass, GroupPatterns, Options, Schedule, check_arguments, check_rates
 from noisygrad.optim.state import OptimizerState, blocks_of_parameters
 from noisygrad.optim.update import ParamGroups, Scaling, Transaction
@@ -65,6 +66,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
         groups: patterns of parameter names with their own lr, momentum, damping or noise.
         seed: of the optimiser's own generator; one for each replica, or for the first of them.
         same_draw_on_all_ranks: draw the same weights in all processes of a distributed training.
+        process_group: the processes that train this model together; None for those of its DistributedDataParallel, or
+            else for all there are, and "alone" for a training of this process by itself.
         capturable: keep every group's lr as a tensor on the device, as torch.optim does, so that a captured step
             follows a scheduler. Schedules of `kl_clip` and `fisher_decay` are read when the step is captured.
     """
@@ -103,6 +106,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         groups: Mapping[str, Mapping[str, Any]] | None = None,
         seed: int | Sequence[int] | None = None,
         same_draw_on_all_ranks: bool = False,
+        process_group: Group = None,
         capturable: bool = False,
     ) -> None:
         self.options = Options(
@@ -124,7 +128,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         prior_variance = check_arguments(model, likelihood, prior_variance, prior, damping_mode, self.family)
         defaults = {"lr": lr, "momentum": momentum, "damping": damping, "noise": noise}
         patterns = GroupPatterns(groups, defaults)
-        self.ranks = Ranks(model)
+        self.ranks = Ranks(model, process_group)
         self.module = model
         """The model as it was given: wrapped, where it was."""
         self.model = unwrapped(model)
@@ -146,7 +150,6 @@ class NoisyOptimizer(torch.optim.Optimizer):
         likelihood.bind(self.structure.replicas, self.device, self.dtype)
         canonical = BlockPriors.build(self._canonical_structure, prior_variance, prior, self.dtype, self.device)
         self.priors = canonical.to_memory(self.structure)
-        self._same_draw = same_draw_on_all_ranks
         self.update = assemble(
             self.model,
             self.structure,
@@ -163,8 +166,13 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self.covariance = self.algorithm.covariance
         self.transaction = Transaction(self.update, self.structure)
         self._parts = ModelParts(self.model)
-
-    # ---------------------------------------------------------------- what a user calls
+        self._state = OptimizerState(
+            kind=type(self).__name__,
+            structure=self.structure,
+            parts=self.update,
+            priors=self.priors,
+            same_draw=same_draw_on_all_ranks,
+        )
 
     def sampled(self) -> Drawing:
         """Weights drawn from the posterior inside, the mean again outside, whatever happens.
@@ -195,10 +203,9 @@ class NoisyOptimizer(torch.optim.Optimizer):
 
         With a closure that returns `(output, target)`, the draws are made here, `mc_samples` of them, and the mean loss
         is returned; weights of examples and a mask may follow, as in `draw.nll`. A closure that calls `backward` itself
-        and returns a loss works too, with the empirical Fisher.
-        Gradients are consumed: no `zero_grad` is needed. Raises `NonFiniteError` and changes nothing if the loss was
-        not finite (on a GPU: masks the step, and raises at the next refresh of the factors). Whatever else ends it, all
-        is as before the first draw, or as after the step.
+        and returns a loss works too, with the empirical Fisher. Gradients are consumed: no `zero_grad` is needed.
+        Raises `NonFiniteError` and changes nothing if the loss was not finite (on a GPU: masks the step, and raises at
+        the next refresh of the factors). Whatever else ends it, all is as before the first draw, or as after the step.
         """
         if self.weights.current is not None:
             raise RuntimeError("step() inside sampled(): leave the context first, which ends the draw")
@@ -208,10 +215,9 @@ class NoisyOptimizer(torch.optim.Optimizer):
             transaction.begin()
             with torch.no_grad():
                 if closure is not None:
-                    transaction.drop()
                     self._evaluate(closure)
                 loss = None if closure is None else self.accumulated.mean_loss()
-                transaction.make(Scaling(getattr(self, "grad_scale", None), getattr(self, "found_inf", None)))
+                transaction.make(Scaling.of(vars(self), self.accumulated))
             transaction.interrupts.release()
         except BaseException:
             transaction.give_up()
@@ -227,11 +233,15 @@ class NoisyOptimizer(torch.optim.Optimizer):
             self._parts.accept()
         check_rates(self.param_groups)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients and everything pending from draws since the last step.
+    def unscale_(self, scaler: torch.amp.GradScaler) -> None:
+        """`scaler.unscale_(optimizer)`, to be called in its place: so the step knows what gradients lack."""
+        scaler.unscale_(self)
+        self.accumulated.unscaled = scaler.scale(torch.ones((), device=self.device))
 
-        Inside a closure it does nothing: `step` has done it before, and there may be several draws. Inside `sampled()`
-        it raises once there is a loss, whose statistics it would drop.
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients and everything pending from draws since the last step; does nothing inside a closure.
+
+        Inside `sampled()` it raises once there is a loss, whose statistics it would drop.
         """
         if self.transaction.in_closure:
             return
@@ -295,21 +305,12 @@ class NoisyOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs besides the model, as tensors and numbers in nested dictionaries."""
         self.guard.check()
-        return self._state().save(self.param_groups, self.steps)
+        return self._state.save(self.param_groups, self.steps)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`; raises before anything changes if it is of another family or model."""
-        self.steps = self._state().load(state_dict, self.param_groups)
+        self.steps = self._state.load(state_dict, self.param_groups)
         self.transaction.consume()
-
-    def _state(self) -> OptimizerState:
-        return OptimizerState(
-            kind=type(self).__name__,
-            structure=self.structure,
-            parts=self.update,
-            priors=self.priors,
-            same_draw=self._same_draw,
-        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not supported after construction: the posterior's blocks are fixed then. Use `groups`."""
@@ -324,11 +325,16 @@ class NoisyOptimizer(torch.optim.Optimizer):
             "optimiser of the other model and give it the state with load_state_dict()"
         )
 
-    # ---------------------------------------------------------------- closures
-
     @torch.enable_grad()
     def _evaluate(self, closure: Closure) -> None:
-        """`mc_samples` draws with the closure and, where `fisher_pass="fresh"` asks for it, one for statistics."""
+        """`mc_samples` draws with the closure and, where `fisher_pass="fresh"` asks for it, one for statistics.
+
+        After draws of `sampled()` a closure may only do what frameworks do before a step, such as clipping.
+        """
+        if self.accumulated.draws:
+            if closure() is not None:
+                raise TypeError("after sampled(), the closure of step() must compute nothing and return None")
+            return
         options = self.options
         fresh = options.fisher_pass == "fresh" and options.stats_due(self.steps + 1)
         for _ in range(options.mc_samples):
@@ -355,16 +361,11 @@ class NoisyOptimizer(torch.optim.Optimizer):
             parts = unpacked(result)
             if capture is not None:
                 capture.watch_backward = False
-            self.measurement.loss(self.accumulated, capture, *parts).backward()
+            self.measurement.loss(self.accumulated, capture, *parts, observe=False).backward()
             return
-        self.measurement.take_returned_loss(self.accumulated, capture, result, self._gradients())
+        self.measurement.take_returned_loss(self.accumulated, capture, result)
 
     def _run(self, closure: Closure) -> tuple[Tensor | None, ...] | Tensor:
-        earlier = self._gradients() if self.accumulated.draws else []
         result = self.transaction.run(closure)
-        if any(old is not None and new is not old for old, new in zip(earlier, self._gradients(), strict=False)):
-            raise RuntimeError("the closure dropped the gradients of an earlier draw: take zero_grad out of it")
+        self.transaction.watch.check_kept()
         return result
-
-    def _gradients(self) -> list[Tensor | None]:
-        return [parameter.grad for parameter in self.structure.parameters.values()]

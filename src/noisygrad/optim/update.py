@@ -1,22 +1,23 @@
 """One step of Algorithm 1 or 2 of the paper from what draws have left: Fisher, factors, noise, mean; or nothing."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from noisygrad.algorithm.step import NoisyNaturalGradient
 from noisygrad.curvature.capture import Capture
-from noisygrad.distributed import Ranks
+from noisygrad.distributed import GradientReduction, Ranks
 from noisygrad.kernels.factorisation import capturing
 from noisygrad.likelihoods import Likelihood
+from noisygrad.optim.accumulated import Accumulated, GradientWatch
 from noisygrad.optim.draw import Draw, DrawnWeights, Interrupts
 from noisygrad.optim.execution import Executor
 from noisygrad.optim.finite import FiniteGuard, RunningStatistics
-from noisygrad.optim.measurement import Accumulated, BatchMeasurement
+from noisygrad.optim.measurement import BatchMeasurement
 from noisygrad.optim.options import Options
 from noisygrad.posterior.structure import Structure
 from noisygrad.posterior.weights import FlatWeights
@@ -44,6 +45,17 @@ class Scaling:
     scale: Tensor | None = None
     found_inf: Tensor | None = None
 
+    @classmethod
+    def of(cls, told: Mapping[str, Any], found: Accumulated) -> Self:
+        """From the attributes that a GradScaler sets; raises where it has unscaled gradients and nobody said so."""
+        if found.unscaled is None and "grad_scale" in told and told["grad_scale"] is None:
+            raise RuntimeError(
+                "a GradScaler has unscaled the gradients, so the factor that the losses were scaled by is not known "
+                "any more: call optimizer.unscale_(scaler) in place of scaler.unscale_(optimizer), then clip. Where a "
+                "framework unscales by itself, bound the step by kl_clip and let it leave the gradients as they are"
+            )
+        return cls(told.get("grad_scale"), told.get("found_inf"))
+
 
 class DeviceScalars:
     """Learning rates, trust region, decay, loss and mask as tensors on the device, for a replayed step to read."""
@@ -55,6 +67,8 @@ class DeviceScalars:
         self.rate = like.new_zeros(())
         """1 − `fisher_decay`."""
         self.loss = like.new_zeros(())
+        self.weight = like.new_zeros(())
+        """What the gradient is divided by."""
         self.mask = like.new_zeros(())
         self._known: dict[str, float] = {}
 
@@ -112,6 +126,8 @@ class Update:
         self._number = 0
         self.moved: int | None = None
         """The number of the step whose mean is there, and which is to be finished."""
+        self.reduction = GradientReduction(self.ranks)
+        self._begun = False
 
     def undo(self) -> None:
         """Everything as before the step, of which the mean has not moved."""
@@ -134,47 +150,86 @@ class Update:
         """
         self._number = step
         decay, clip = self.options.decay_at(step), self.options.clip_at(step)
-        found.sum_over(self.ranks, self.algorithm.covariance.statistics)
+        if not self._begun:
+            self.ranks.check_current()
+            self._begun = True
         self.gradient.read_gradients_()
+        if found.unscaled is not None:
+            found.weight = found.weight / found.unscaled
+        if self.ranks.active:
+            scaling = self._share(step, found, scaling)
+        found.check_weight()
+        weight = found.weight
         if self.executor.deferred:
             # As tensors, so that a step that is recorded now reads the numbers of the step that replays it.
             scalars = self.scalars
             scalars.set(self.groups.settings, clip, 1.0 - decay)
             if (loss := found.mean_loss()) is not None:
                 scalars.loss.copy_(loss)
+            if isinstance(weight, Tensor):
+                weight = scalars.weight.copy_(weight)
             if self._is_plain(step, found, scaling):
-                work = lambda: self._move(scalars.groups, scalars.clip, self._watched(found, scalars.loss, scaling))  # noqa: E731
-                self._run("step", work)
+                key = self.replay_key() if isinstance(weight, float) else (self.replay_key(), "weighted")
+                work = lambda: self._move(  # noqa: E731
+                    scalars.groups, scalars.clip, self._watched(found, scalars.loss, scaling, weight)
+                )
+                self._run("step", key, work)
                 return
-            mask = self._watch_and_measure(step, found, scaling, scalars.rate, between)
+            mask = self._watch_and_measure(step, found, scaling, weight, scalars.rate, between)
             assert mask is not None
             scalars.mask.copy_(mask)
             work = lambda: self._move(scalars.groups, scalars.clip, scalars.mask)  # noqa: E731
-            self._run("move", work)
+            self._run("move", self.replay_key(), work)
         else:
-            mask = self._watch_and_measure(step, found, scaling, 1.0 - decay, between)
+            mask = self._watch_and_measure(step, found, scaling, float(weight), 1.0 - decay, between)
             self._move(self.groups.settings, clip, mask)
 
-    def _run(self, name: str, work: Callable[[], None]) -> None:
+    def _run(self, name: str, key: tuple[Any, ...], work: Callable[[], None]) -> None:
         """The move of the mean, perhaps as a recorded graph that writes the parameters too."""
-        self.executor.run(name, self.replay_key(), work)
+        self.executor.run(name, key, work)
         self.weights.stale = False
         self.moved = self._number
+
+    def _share(self, step: int, found: Accumulated, scaling: Scaling) -> Scaling:
+        """Bring together what the ranks have, with the gradients where nobody has reduced them yet."""
+        flat, others = self.gradient.flat, list[Tensor]()
+        look = self.options.factors_due(step)
+        reduced = self.reduction.is_done(self._parts(flat), self._parts(self.algorithm.mean), found.mean_loss(), look)
+        if not reduced:
+            others.append(flat)
+            if scaling.scale is not None:  # each rank has its own
+                flat.div_(scaling.scale)
+                found.weight = found.weight / scaling.scale
+        if scaling.found_inf is not None:
+            skip = scaling.found_inf.to(flat).reshape(()).clone()
+            others.append(skip)
+            scaling = replace(scaling, found_inf=skip)
+        found.sum_over(self.ranks, self.algorithm.covariance.statistics, others)
+        if not reduced:
+            flat.div_(self.ranks.size)
+        return scaling
+
+    def _parts(self, flat: Tensor) -> list[Tensor]:
+        """A flat vector layer by layer."""
+        sizes = [unit.size for block in self.algorithm.covariance.blocks for unit in block.units]
+        return list(flat.split(sizes, dim=-1))
 
     def replay_key(self) -> tuple[Any, ...]:
         """Changes whenever a recorded step would do something else."""
         return (self.weights.memory(), self.scalars.key())
 
     def _watch_and_measure(
-        self, step: int, found: Accumulated, scaling: Scaling, rate: float | Tensor, between: Callable[[], object]
+        self,
+        step: int,
+        found: Accumulated,
+        scaling: Scaling,
+        weight: float | Tensor,
+        rate: float | Tensor,
+        between: Callable[[], object],
     ) -> Tensor | None:
-        """Whatever there is to scale, to measure and to refresh before the mean moves, and the mask of the step."""
-        if scaling.scale is not None:
-            self.gradient.flat.div_(scaling.scale)
-        if (count := found.calls or found.draws) > 1:  # the mean over losses, of which there is the sum
-            self.gradient.flat.div_(count)
+        """Whatever there is to measure and to refresh before the mean moves, and the mask of the step."""
         # Ranks must agree on what is finite, and each has a loss of its own.
-        mask = self._watched(found, None if self.ranks.active else found.loss, scaling)
+        mask = self._watched(found, None if self.ranks.active else found.loss, scaling, weight)
         if found.statistics:
             self.measurement.warn_uncalled_layers(found)
             self._fisher.prepare(found.statistics, rate, mask=found.used_by_ranks(mask))
@@ -186,11 +241,11 @@ class Update:
             self._fisher.commit_()
             self._ways_back.append(self.algorithm.covariance.refresh_(self.groups.dampings(), between))
         if found.noise is not None:
-            self._update_noise(found.noise / found.noise_examples, mask)
+            self._update_noise(found.noise / found.noise_weight, mask)
         return mask
 
     def _is_plain(self, step: int, found: Accumulated, scaling: Scaling) -> bool:
-        """Whether this step is one draw and one loss without anything to scale, to measure or to refresh."""
+        """Whether this step is one draw and one loss without anything to measure or to refresh."""
         return (
             not self.ranks.active
             and found.draws == 1
@@ -198,13 +253,16 @@ class Update:
             and not found.statistics
             and found.noise is None
             and not self.options.factors_due(step)
-            and scaling.scale is None
             and scaling.found_inf is None
         )
 
-    def _watched(self, found: Accumulated, loss: Tensor | None, scaling: Scaling) -> Tensor | None:
-        """Add Γ (w − m₀), at the sampled weights, to the gradient, and see whether the step may go on."""
+    def _watched(
+        self, found: Accumulated, loss: Tensor | None, scaling: Scaling, weight: float | Tensor
+    ) -> Tensor | None:
+        """The mean gradient, with Γ (w − m₀) at the sampled weights, and whether the step may go on."""
         gradient = self.gradient.flat
+        if isinstance(weight, Tensor) or weight != 1.0:
+            gradient.div_(weight)
         self.algorithm.add_prior_(gradient, found.mean_weights())
         doubtful = {} if found.known_finite else found.statistics
         return self.guard.watch(gradient, loss, doubtful, found.traces, scaling.found_inf)
@@ -236,7 +294,8 @@ class Transaction:
 
     def __init__(self, update: Update, structure: Structure) -> None:
         self.steps = 0
-        self.accumulated = Accumulated()
+        self.accumulated = Accumulated(update.guard.deferred)
+        self.watch = GradientWatch(list(structure.parameters.values()))
         self.interrupts = Interrupts(self.give_up)
         self.in_closure = False
         self._update, self._weights, self._running = update, update.weights, update.running
@@ -281,9 +340,10 @@ class Transaction:
 
     def begin_draw(self, with_statistics: bool) -> tuple[Draw, Capture | None]:
         """A draw, with the layers recorded where statistics are due."""
+        self.watch.check(self.accumulated.draws)
         due = with_statistics and self._update.options.stats_due(self.steps + 1)
         capture = self._capture if due else None
-        draw = Draw(partial(self._loss, capture))
+        draw = Draw(partial(self._loss, capture), lambda: self.accumulated.pending)
         if self.accumulated.draws == 0:
             self._running.keep()
             self._generators_before = self._weights.generator_states()
@@ -295,11 +355,12 @@ class Transaction:
         """Without `restore` the mean comes back with the step."""
         self._weights.end(restore=restore)
         self.accumulated.add_draw(self._weights.flat)
+        self.watch.note()
 
     def _loss(self, capture: Capture | None, *given: Any) -> Tensor:
         self.interrupts.hold()
         try:
-            return self._update.measurement.loss(self.accumulated, capture, *given)
+            return self._update.measurement.loss(self.accumulated, capture, *given, observe=True)
         finally:
             self.interrupts.allow()
 
@@ -347,6 +408,6 @@ class Transaction:
         """Nothing is pending any more: `zero_grad` without its profiling, since it runs in every step."""
         for parameter in self._parameters.values():
             parameter.grad = None
-        self.accumulated = Accumulated()
+        self.accumulated = Accumulated(self._update.guard.deferred)
         self._generators_before = []
         self._running.forget()

@@ -1,0 +1,326 @@
+"""What draws leave for a step: sums over losses, each weighted by the factor that the caller scaled it by.
+
+The factor is seen, not assumed: a zero is added to the loss (its `witness`), whose gradient sums the factors over
+backward passes exactly as the gradients of the parameters are summed. Losses of different batches are averaged with
+these weights, gradients and Fisher alike; losses of one forward pass, such as those of several heads, add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from noisygrad.distributed import Ranks
+from noisygrad.families.base import Statistics
+from noisygrad.likelihoods import Counted
+from noisygrad.optim.finite import FiniteTrace
+
+TINY = 1e-30
+
+
+@dataclass(eq=False)
+class LossCall:
+    """One loss and what was measured of its batch."""
+
+    root: Node | None
+    """Where its output was made, in autograd's graph."""
+    counted: Counted | None = None
+    """What counts of its batch; None where all does."""
+    heads: list[LossCall] = field(default_factory=list)
+    """All losses of its forward pass, in their order."""
+    statistics: dict[str, Statistics] = field(default_factory=dict)
+    """The mean over examples of the moments, by block."""
+    passes: int = 0
+    """How many backward passes they are the mean of."""
+    noise: Tensor | None = None
+    """The likelihood's own statistic."""
+    witness: Tensor | None = None
+    """None where the factor is 1."""
+
+    @property
+    def is_head(self) -> bool:
+        """Whether there was a loss of the same forward pass before."""
+        return self.heads[0] is not self
+
+    @property
+    def waits(self) -> bool:
+        """Whether it was not differentiated yet."""
+        return self.witness is not None and self.witness.grad is None
+
+    def observed(self, loss: Tensor) -> Tensor:
+        """The loss, which now tells by which factor it is differentiated."""
+        self.witness = torch.zeros_like(loss, requires_grad=True)
+        return loss + self.witness
+
+
+@dataclass
+class Accumulated:
+    """Sums over the draws, losses and statistics since the last step."""
+
+    deferred: bool = False
+    """Whether factors stay tensors on the device, which is not waited for."""
+    weights: Tensor | None = None
+    """Σ over draws of the sampled weights, a flat vector."""
+    draws: int = 0
+    calls: int = 0
+    """How many losses were computed."""
+    loss: Tensor | None = None
+    weight: float | Tensor = 0.0
+    """Σ over forward passes of the factor: the gradient divided by it is the mean over losses."""
+    negative: bool = False
+    """Whether a factor was; on a device that is not waited for it makes the weight NaN."""
+    unscaled: Tensor | None = None
+    """A scale that losses had and gradients have no longer."""
+    statistics: dict[str, Statistics] = field(default_factory=dict)
+    """The mean of the moments with the same weights, by block."""
+    fisher_weight: float | Tensor = 0.0
+    """Σ of the factors of the losses that they were measured of: a tensor once summed over ranks."""
+    units: set[str] = field(default_factory=set)
+    """The names of those that were measured."""
+    known_finite: bool = True
+    """Whether all statistics were looked at and are finite; a GPU is not waited for."""
+    traces: list[FiniteTrace] = field(default_factory=list)
+    """Of each pass that is not known to be finite, where its numbers were."""
+    noise: Tensor | None = None
+    """Σ over losses of factor × the likelihood's own statistic."""
+    noise_weight: float | Tensor = 0.0
+    expected_statistics: bool = False
+    pending: list[LossCall] = field(default_factory=list)
+    """The losses of this draw that are not in the sums yet."""
+
+    def __post_init__(self) -> None:
+        self._unwalked: list[LossCall] = []
+        self._owners: dict[Node, LossCall] = {}
+        self._counted: list[tuple[Tensor, int]] = []
+
+    # ---------------------------------------------------------------- draws
+
+    def add_draw(self, weights: Tensor) -> None:
+        """Count one draw of the weights, which is over. The first is kept by reference: see `own_buffer`."""
+        self._count_differentiated()
+        if any(gradient._version != version for gradient, version in self._counted):
+            raise RuntimeError(
+                "a loss was differentiated again after another loss was computed: call backward() on all losses of one "
+                "forward pass before the next draw.nll"
+            )
+        self._counted, self._unwalked, self._owners = [], [], {}
+        self.draws += 1
+        self.weights = weights if self.weights is None else self.weights + weights
+
+    def own_buffer(self) -> None:
+        """Own the sum, since the buffer of the last draw is about to be overwritten."""
+        if self.draws == 1 and self.weights is not None:
+            self.weights = self.weights.clone()
+
+    def mean_weights(self) -> Tensor:
+        """The mean of the sampled weights over draws (and over ranks, once summed over them)."""
+        assert self.weights is not None
+        return self.weights if self.draws == 1 else self.weights / self.draws
+
+    # ---------------------------------------------------------------- losses
+
+    def begin_call(self, output: Tensor, counted: Counted | None = None) -> LossCall:
+        """A loss that is about to be computed; whether it is a further one of an earlier forward pass is found out."""
+        self._count_differentiated()
+        call = LossCall(output.grad_fn, counted)
+        first = self._first_head(call)
+        call.heads = first.heads if first is not None else call.heads
+        call.heads.append(call)
+        return call
+
+    def add_call(self, call: LossCall, loss: Tensor) -> None:
+        """Count its value, which is kept for reporting; all else waits until it is differentiated."""
+        self.calls += 1
+        self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
+        self.pending.append(call)
+        self._unwalked.append(call)
+
+    def mean_loss(self) -> Tensor | None:
+        """The mean of the losses, if there was one."""
+        return self.loss if self.loss is None or self.calls == 1 else self.loss / self.calls
+
+    def check_complete(self) -> None:
+        """Raise where there is nothing to make a step of, or where statistics are missing."""
+        if self.draws == 0:
+            raise RuntimeError(
+                "step() has nothing to work with: no sampled() context was entered since the last step. Gradients that "
+                "were made outside of one are those of the mean, not of a draw"
+            )
+        if self.calls == 0:
+            raise RuntimeError(
+                "no loss was computed by draw.nll(output, target): the factor that the gradient is scaled by is not "
+                "known and, where this step was due to take statistics, the Fisher, and so the width of the posterior, "
+                "would be wrong"
+            )
+
+    def _first_head(self, call: LossCall) -> LossCall | None:
+        """The first loss of this draw whose output comes from the same forward pass."""
+        if not self._unwalked and not self._owners:
+            return None
+        for earlier in self._unwalked:
+            self._owners |= dict.fromkeys(nodes_behind(earlier.root), earlier.heads[0])
+        self._unwalked = []
+        for node in nodes_behind(call.root):
+            if (owner := self._owners.get(node)) is not None:
+                if owner not in self.pending:
+                    raise RuntimeError(
+                        "two losses share a part of one forward pass (a trunk with two heads, say), of which the first "
+                        "was differentiated already: compute all of them before backward()"
+                    )
+                return owner
+        return None
+
+    def _count_differentiated(self) -> None:
+        """Bring what was differentiated into the sums; statistics of several batches need not be kept side by side."""
+        for call in [first for first in self.pending if not first.is_head]:
+            if not any(head.waits for head in call.heads):
+                self._count(call.heads)
+                self.pending = [other for other in self.pending if other not in call.heads]
+
+    def _count(self, heads: Sequence[LossCall]) -> None:
+        factors = [self._factor_of(head) for head in heads]
+        weight = factors[0]
+        for factor in factors[1:]:
+            weight = _larger(weight, factor)
+        self.weight = self.weight + weight
+        for head, factor in zip(heads, factors, strict=True):
+            if head.noise is not None:
+                noise = head.noise * factor
+                self.noise = noise if self.noise is None else self.noise + noise
+                self.noise_weight = self.noise_weight + factor
+        self.add_statistics(heads, factors, weight)
+
+    def _factor_of(self, call: LossCall) -> float | Tensor:
+        if call.witness is None:
+            return 1.0
+        assert call.witness.grad is not None
+        factor = call.witness.grad.detach()
+        self._counted.append((call.witness.grad, factor._version))
+        if self.deferred:
+            return torch.where(factor < 0, torch.nan, factor)
+        number = factor.item()
+        self.negative |= number < 0
+        return number
+
+    # ---------------------------------------------------------------- statistics
+
+    @torch.no_grad()
+    def add_statistics(
+        self, heads: Sequence[LossCall], factors: Sequence[float | Tensor], weight: float | Tensor
+    ) -> None:
+        """Add those of one forward pass; of several losses the sum, with their factors over the `weight` of the pass.
+
+        The moments of the first are overwritten.
+        """
+        first = heads[0].statistics
+        for index, head in enumerate(heads[1:], start=1):
+            own = factors[0] / _positive(weight) if index == 1 else 1.0
+            for name, kept in first.items():
+                kept.sum_losses_(own, head.statistics[name], factors[index] / _positive(weight))
+        total = self.fisher_weight + weight
+        for name, measured in first.items():
+            kept = self.statistics.setdefault(name, measured)
+            if kept is not measured:
+                kept.update_(measured, self.fisher_weight / _positive(total))
+        if first:
+            self.fisher_weight = total
+
+    def sum_over(self, ranks: Ranks, statistics: Mapping[str, Statistics], others: Sequence[Tensor]) -> None:
+        """Add up what all ranks have; batches may differ in size, and layers unused on one rank may be used on others.
+
+        `statistics` are those of the optimiser: every rank must send tensors for the same blocks in the same order.
+        `others` are summed in place along with it.
+        """
+        assert self.weights is not None
+        self.weights = self.weights.clone()
+        counts = self.weights.new_zeros(4)
+        numbers = (self.weight, self.fisher_weight, self.noise_weight, float(self.negative))
+        for place, number in zip(counts, numbers, strict=True):
+            place.copy_(number) if isinstance(number, Tensor) else place.fill_(number)
+        noise = [] if self.noise is None else [self.noise]
+        sums = []
+        if self.expected_statistics:
+            self.known_finite = False  # this rank's may be, and another's not
+            mine = self.statistics or {n: s.map_averages(torch.zeros_like) for n, s in statistics.items()}
+            self.statistics = {n: mine[n].map_averages(lambda tensor: tensor * self.fisher_weight) for n in statistics}
+            sums = [tensor for s in self.statistics.values() for tensor in s.averages().values()]
+        ranks.sum_([self.weights, *sums, counts, *noise, *others])
+        self.weights /= ranks.size
+        weight, self.fisher_weight, self.noise_weight, negative = counts.unbind()
+        for tensor in sums:
+            tensor.div_(self.fisher_weight.clamp_min(TINY))
+        self.weight = weight / ranks.size if self.deferred else weight.item() / ranks.size
+        self.negative = not self.deferred and bool(negative)
+
+    def used_by_ranks(self, mask: Tensor | None) -> Tensor | None:
+        """The mask of an update of the Fisher: that of the step, and 0 where no rank has used a layer."""
+        if not isinstance(self.fisher_weight, Tensor):
+            return mask
+        used = (self.fisher_weight > 0).to(self.fisher_weight.dtype)
+        return used if mask is None else mask * used
+
+    def check_weight(self) -> None:
+        """Raise where losses have no mean; on a device that is not waited for the gradient goes bad instead."""
+        if self.negative or (isinstance(self.weight, float) and self.weight == 0.0):
+            raise ValueError(
+                f"{'a loss was' if self.negative else 'all losses were'} multiplied by "
+                f"{'a negative number' if self.negative else 'zero'} before backward(): losses are averaged with these "
+                "factors as their weights, which must not be negative and must not add up to zero"
+            )
+
+
+class GradientWatch:
+    """Whose gradients there are: a step takes those of draws alone."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._left: list[tuple[Tensor | None, int]] = []
+
+    def check(self, draws: int) -> None:
+        """Before a draw, of which there were some already: raise if gradients were made outside of draws."""
+        now = self._now()
+        self._left = self._left if draws else []
+        left = self._left or [(None, 0)] * len(now)
+        if not all(a is b and v == w for (a, v), (b, w) in zip(left, now, strict=True)):
+            raise RuntimeError(
+                "there are gradients that were made outside sampled(), at the mean: they do not belong to a draw, so a "
+                "step neither mixes them in nor drops them. Call backward() inside sampled(), each batch in a context "
+                "of its own (a framework that accumulates batches by itself needs its manual form), or "
+                "optimizer.zero_grad() to give them up"
+            )
+
+    def check_kept(self) -> None:
+        """In a further draw: raise if gradients of earlier ones are gone."""
+        if any(a is not None and a is not b for (a, _), (b, _) in zip(self._left, self._now(), strict=False)):
+            raise RuntimeError("the closure dropped the gradients of an earlier draw: take zero_grad out of it")
+
+    def note(self) -> None:
+        """After a draw."""
+        self._left = self._now()
+
+    def _now(self) -> list[tuple[Tensor | None, int]]:
+        gradients = [parameter.grad for parameter in self._parameters]
+        return [(gradient, 0 if gradient is None else gradient._version) for gradient in gradients]
+
+
+def nodes_behind(root: Node | None) -> list[Node]:
+    """What an output was made by, in autograd's graph, without the parameters."""
+    stack, seen = [root], dict[Node, None]()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen and node.next_functions:
+            seen[node] = None
+            stack += [following for following, _ in node.next_functions]
+    return list(seen)
+
+
+def _larger(one: float | Tensor, other: float | Tensor) -> float | Tensor:
+    return torch.maximum(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else max(one, other)
+
+
+def _positive(weight: float | Tensor) -> float | Tensor:
+    return weight.clamp_min(TINY) if isinstance(weight, Tensor) else max(weight, TINY)
