@@ -182,13 +182,13 @@ class NoisyOptimizer(torch.optim.Optimizer):
         """
         return Drawing(self._enter, self.transaction.leave)
 
-    def _enter(self) -> Draw:
+    def _enter(self, drawing: Drawing) -> Draw:
         if self.options.fisher_pass == "fresh":
             raise RuntimeError('fisher_pass="fresh" runs the model by itself: use step(closure) instead of sampled()')
-        if self.weights.current is not None:
+        if self.transaction.is_drawing():
             raise RuntimeError("sampled() contexts cannot be nested")
         self.check_still_valid()
-        return self.transaction.enter()
+        return self.transaction.enter(drawing)
 
     @overload  # type: ignore[override]
     def step(self, closure: None = None) -> None: ...
@@ -207,7 +207,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         Raises `NonFiniteError` and changes nothing if the loss was not finite (on a GPU: masks the step, and raises at
         the next refresh of the factors). Whatever else ends it, all is as before the first draw, or as after the step.
         """
-        if self.weights.current is not None:
+        if self.transaction.is_drawing():
             raise RuntimeError("step() inside sampled(): leave the context first, which ends the draw")
         self.check_still_valid()
         transaction = self.transaction

@@ -1,5 +1,6 @@
 """One step of Algorithm 1 or 2 of the paper from what draws have left: Fisher, factors, noise, mean; or nothing."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -82,6 +83,8 @@ class Update:
         self.scalars = DeviceScalars(self.algorithm.mean, len(self.groups.parts))
         self._fisher = self.algorithm.covariance.fisher
         self._ways_back: list[Callable[[], object]] = []
+        self._noise: list[Tensor] = []
+        self._noise_before: list[Tensor] = []
         self._number = 0
         self.moved: int | None = None
         """The number of the step whose mean is there, and which is to be finished."""
@@ -141,7 +144,7 @@ class Update:
             self._run("move", self.replay_key(), work)
         else:
             mask = self._watch_and_measure(step, found, scaling, float(weight), 1.0 - decay, between)
-            self._move(self.groups.settings, clip, mask)
+            self._move(self.groups.settings, clip, mask, fisher=True)
 
     def _run(self, name: str, key: tuple[Any, ...], work: Callable[[], None]) -> None:
         """The move of the mean, perhaps as a recorded graph that writes the parameters too."""
@@ -226,29 +229,39 @@ class Update:
         doubtful = {} if found.known_finite else found.statistics
         return self.guard.watch(gradient, loss, doubtful, found.traces, scaling.found_inf)
 
-    def _move(self, settings: Sequence[Mapping[str, Any]], clip: float | Tensor | None, mask: Tensor | None) -> None:
+    def _move(
+        self,
+        settings: Sequence[Mapping[str, Any]],
+        clip: float | Tensor | None,
+        mask: Tensor | None,
+        *,
+        fisher: bool = False,
+    ) -> None:
         groups = list(zip(settings, self.groups.parts, strict=True))
         self.weights.stale = True
-        self.algorithm.move_(self.gradient.flat, groups, clip=clip, mask=mask)
+        self.algorithm.move_(self.gradient.flat, groups, clip=clip, mask=mask, fisher=fisher)
         if not self.executor.deferred:
-            self.moved = self._number
+            self.moved, self._fisher.prepared = self._number, None
         self.weights.show_mean_()
 
     def _update_noise(self, statistic: Tensor, mask: Tensor | None) -> None:
         likelihood, options = self.likelihood, self.options
-        before = [buffer.clone() for buffer in likelihood.buffers()]
-        self._ways_back.append(lambda: torch._foreach_copy_(list(likelihood.buffers()), before))
+        now = list(likelihood.buffers())
+        if len(now) != len(self._noise) or any(a is not b for a, b in zip(now, self._noise, strict=True)):
+            self._noise, self._noise_before = now, [torch.empty_like(buffer) for buffer in now]
+        torch._foreach_copy_(self._noise_before, now)
+        self._ways_back.append(lambda: torch._foreach_copy_(list(likelihood.buffers()), self._noise_before))
         likelihood.update_noise_(statistic, options.num_data, options.kl_weight)
         if mask is not None:
-            for buffer, old in zip(likelihood.buffers(), before, strict=True):
+            for buffer, old in zip(likelihood.buffers(), self._noise_before, strict=True):
                 buffer.copy_(torch.where(mask > 0, buffer, old))
 
 
 class Transaction:
     """A step and the draws before it: all of it happens, or none, whatever comes in between.
 
-    Signals wait while the library works (`draw.Interrupts`). What another thread throws in is not put off: it is given
-    up here, or at the next use.
+    Signals wait while the library works (`draw.Interrupts`). What another thread throws in does not: what it has left,
+    if it was faster than `give_up`, is given up at the next use.
     """
 
     def __init__(self, update: Update, structure: Structure) -> None:
@@ -261,17 +274,27 @@ class Transaction:
         self._parameters = structure.parameters
         self._capture = Capture(structure.layers)
         self._generators_before: list[Tensor] = []
+        self._context: Callable[[], object] = lambda: self
+        """What is None once the context of the draw was lost."""
+
+    def is_drawing(self) -> bool:
+        """Whether there are drawn weights in the model, for somebody to use."""
+        if self._weights.current is not None and self._context() is None:
+            self.give_up()
+        return self._weights.current is not None
 
     def begin(self) -> None:
         """Signals wait from here on."""
         if self.interrupts.active:  # an exception from another thread was faster than the last `give_up`
             self.give_up()
         self.interrupts.hold()
+        self._context = lambda: self
 
-    def enter(self) -> Draw:
+    def enter(self, context: object) -> Draw:
         """The draw of a context of the user's."""
         try:
             self.begin()
+            self._context = weakref.ref(context)
             draw, _ = self.begin_draw(True)
             self.interrupts.allow()
         except BaseException:
