@@ -43,10 +43,10 @@ def test_nothing_is_left_of_a_refresh_that_fails(
     train(optimizer, model, data[:2])
     for group in optimizer.param_groups:
         group["damping"] = after
-    with optimizer.sampled() as draw:
-        draw.nll(model(data[2][0]), data[2][1]).backward()
     state, factors = snapshot(optimizer), factors_of(optimizer)
     assert state["/optimizer/state/0/updates"] == 2
+    with optimizer.sampled() as draw:
+        draw.nll(model(data[2][0]), data[2][1]).backward()
     with monkeypatch.context() as broken:
         break_last_block(optimizer, broken)
         with pytest.raises(ng.FactorisationError, match="made to fail"):

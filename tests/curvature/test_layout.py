@@ -139,3 +139,12 @@ def test_normalisation_over_the_batch_is_left_to_sizes() -> None:
     for _ in range(2):
         optimizer.step(lambda: (model(normal(6, 2, 3)), torch.zeros(6, 2).double()))
     assert optimizer.steps == 2
+
+
+def test_statistics_of_part_of_a_batch_ask_the_whole() -> None:
+    """Of tables, squares and folded rows alike."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(6, 3), nn.Flatten(0, 1), nn.Linear(3, 2), nn.Tanh(), nn.Unflatten(0, (6, 2)))
+    optimizer = ng.NoisyKFAC(model, ng.Gaussian(), num_data=50, stats_every=1, stats_batch=4)
+    optimizer.step(lambda: (model(torch.randint(6, (6, 2))), torch.zeros(6, 2, 2)))
+    assert optimizer.steps == 1

@@ -190,10 +190,10 @@ def test_a_loss_of_a_detached_output_and_of_a_checkpoint_called_again() -> None:
     first, last, x, y = nn.Linear(3, 4), nn.Linear(4, 2), torch.randn(6, 3), torch.randn(6, 2)
     model = nn.Sequential(first, last)
     optimizer = ng.NoisyKFAC(model, ng.Gaussian(noise_variance=1.0), num_data=100)
-    with optimizer._drawn(True) as (draw, capture):
+    with optimizer.sampled() as draw:
         for _ in range(3):
             hidden = torch.utils.checkpoint.checkpoint(first, x, use_reentrant=False)
             output = last(torch.tanh(hidden))
             draw.nll(output, y).backward()
             assert not draw.nll(output.detach(), y).requires_grad
-        assert capture.take() == []
+        assert optimizer.transaction._capture.take() == []

@@ -12,7 +12,7 @@ from torch import Tensor
 from noisygrad.curvature.passes import MatrixPass
 from noisygrad.families import FAMILIES
 from noisygrad.families.base import Statistics
-from noisygrad.kernels.tensors import average_
+from noisygrad.kernels.tensors import average_into_
 from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.structure import build_structure
 from support.compare import mlp
@@ -59,8 +59,8 @@ def test_what_becomes_of_it_leaves_the_moving_average_alone(family: str, used: l
         before = current.clone().tensors()
         if change == "masked":
             other = current.clone()
-            pair = ([*each.averages().values()] for each in (other, measured))
-            average_(*pair, rate=0.0, mask=torch.zeros(1, dtype=torch.float64))
+            pair = ([*each.averages().values()] for each in (measured, other))
+            average_into_(*pair, rate=0.0, mask=torch.zeros(1, dtype=torch.float64))
         elif change == "averaged":
             measured.update_(current.clone(), 0.3)
         elif change == "floored":

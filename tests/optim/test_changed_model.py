@@ -72,3 +72,23 @@ def test_parts_without_trained_parameters_may_change() -> None:
     model.add_module("last", nn.Linear(1, 1).requires_grad_(False))
     optimizer.step(lambda: (model(x), y))
     assert optimizer.steps == 1
+
+
+def test_two_optimisers_of_one_model_do_not_draw_at_once() -> None:
+    model = ng.networks.MLP(3, (4,), 1)
+    one, other = (ng.NoisyAdam(model, ng.Gaussian(), num_data=20, seed=seed) for seed in (0, 1))
+    apart = ng.NoisyAdam(ng.networks.MLP(3, (4,), 1), ng.Gaussian(), num_data=20)
+    x, y = torch.randn(5, 3), torch.randn(5, 1)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with one.sampled() as draw:
+        for use in (other.sampled().__enter__, lambda: other.step(lambda: (model(x), y)), other.posterior):
+            with pytest.raises(RuntimeError, match=r"another optimiser has drawn weights in this model"):
+                use()
+        with apart.sampled():
+            pass
+        draw.nll(model(x), y).backward()
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, old)
+    one.step()
+    other.step(lambda: (model(x), y))
+    assert (one.steps, other.steps) == (1, 1)

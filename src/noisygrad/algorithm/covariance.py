@@ -4,8 +4,7 @@ All in place, so that a captured graph sees it, and batched over replicas. A ref
 factors as they were; `refresh_where_finite_` decides so for each replica by itself, without a look at the host.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -96,30 +95,40 @@ class Covariance:
 
     # ---------------------------------------------------------------- the factors
 
-    def refresh_(self, dampings: Mapping[int, float]) -> None:
+    def refresh_(
+        self, dampings: Mapping[int, float], between: Callable[[], object] = lambda: None
+    ) -> Callable[[], None]:
         """Factorise every block anew, with γ_ex by param group; the ranks share the work.
 
-        Raises FactorisationError with the layer's name, and then all factors, on all ranks, are what they were.
+        `between` is called between the blocks, and may raise. Returns what brings the old factors back. Raises
+        FactorisationError with the layer's name, and then all factors, on all ranks, are what they were.
         """
 
         def factorise() -> None:
             done = self._refresh_stacks(dampings)
             for block, owner in zip(self.blocks, self._owners, strict=True):
+                between()
                 mine = owner == self._ranks.rank or not self._fits(self.factors.get(block.name), block, dampings)
                 if mine and block.name not in done:
                     self._store(block, self._factorise(block, dampings[block.group]))
 
-        with full_precision(), self._same_factors_on_failure():
-            if self._ranks.active:
-                self._ranks.run_on_all(factorise, self._device)
-            else:
-                factorise()
+        back = self._way_back()
+        try:
+            with full_precision():
+                if self._ranks.active:
+                    self._ranks.run_on_all(factorise, self._device)
+                else:
+                    factorise()
+        except BaseException:  # Ctrl-C too
+            back()
+            raise
         if self._ranks.active:
             for block, owner in zip(self.blocks, self._owners, strict=True):
                 basis = self.statistics[block.name].basis_tensors()
                 self._ranks.broadcast([*basis.values(), *self.factors[block.name].tensors().values()], owner)
         if self.generation != self._stacked_at and self._device.type in stacks.DEVICES and self._lean:
             self._stack()
+        return back
 
     def refresh_where_finite_(self, dampings: Mapping[int, float]) -> Tensor:
         """Factorise anew; a replica whose factors come out not finite keeps those it had.
@@ -258,22 +267,22 @@ class Covariance:
             self._stacks = Stacks(self.blocks, self.factors, self.priors, self._size, self._device)
             self.factors |= self._stacks.members
 
-    @contextmanager
-    def _same_factors_on_failure(self) -> Iterator[None]:
-        """If a factorisation fails inside, all factors are what they were."""
-        factors = dict(self.factors)
-        if capturing() or not factors:
-            yield
-            return
+    def _way_back(self) -> Callable[[], None]:
+        """What makes all factors what they are now."""
+        factors, generation = dict(self.factors), self.generation
+        if capturing() or not factors:  # nothing can fail where nothing is looked at
+            return lambda: None
         unstacked = [t for block in self._unstacked_blocks for t in self.factors[block.name].tensors().values()]
         stacked = [] if self._stacks is None else self._stacks.tensors()
-        before = Backup([*stacked, *unstacked], elsewhere=self.fisher.bulky)
-        try:
-            yield
-        except BaseException:  # Ctrl-C too
+        before, stacks_before = Backup([*stacked, *unstacked], elsewhere=self.fisher.bulky), self._stacks
+
+        def back() -> None:
             before.restore()
-            self.factors = factors
-            raise
+            if self.generation != generation:
+                self.factors, self._stacks = dict(factors), stacks_before
+                self.generation += 1
+
+        return back
 
     # ---------------------------------------------------------------- draws and steps
 

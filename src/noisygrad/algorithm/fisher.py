@@ -1,7 +1,6 @@
 """The moving average F̄ of the Fisher, block by block."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -9,8 +8,7 @@ from torch import Tensor
 
 from noisygrad.families import packed
 from noisygrad.families.base import Prior, Statistics
-from noisygrad.kernels.factorisation import capturing
-from noisygrad.kernels.tensors import Backup, average_
+from noisygrad.kernels.tensors import Backup, average_into_
 from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.structure import copied
 
@@ -40,27 +38,45 @@ class FisherAverage:
         self.bulky = self.moments.numel() > 2 * sum(block.size for block in self.blocks)
         """Whether there are many numbers for each weight, so that a copy of them is put where there is more room."""
         self._start, self._floor = start, floor
+        self.prepared: tuple[list[Tensor], list[Tensor]] | None = None
+        """What `commit_` overwrites, and by what."""
 
     def update_(self, measured: Mapping[str, Statistics], rate: float | Tensor, *, mask: Tensor | None = None) -> None:
-        """F̄ ← F̄ + rate_k (F̂ − F̄), with rate_k = max(1/(k+1), rate), or `rate` where the start fades.
+        """`prepare` and `commit_` in one."""
+        self.prepare(measured, rate, mask=mask)
+        self.commit_()
 
-        k counts the updates. A mask of 0 leaves everything as it was.
+    def prepare(self, measured: Mapping[str, Statistics], rate: float | Tensor, *, mask: Tensor | None = None) -> None:
+        """F̄ + rate_k (F̂ − F̄), in the memory of F̂, with rate_k = max(1/(k+1), rate), or `rate` where the start fades.
+
+        k counts the updates. A mask of 0 leaves everything as it was. F̄ itself changes by `commit_`.
         """
         if self._floor:
             for record in measured.values():
                 record.add_floor_(self._floor)
         old = [tensor for b in self.blocks for tensor in self.statistics[b.name].averages().values()]
         new = [tensor for b in self.blocks for tensor in measured[b.name].averages().values()]
-        self.updates += 1.0 if mask is None else mask
-        average_(old, new, self._rate(rate, mask), mask)
+        updates = self.updates + (1.0 if mask is None else mask)
+        average_into_(new, old, self._rate(updates, rate, mask), mask)
+        self.prepared = [self.updates, *old], [updates, *new]
 
-    def _rate(self, rate: float | Tensor, mask: Tensor | None) -> Tensor | float:
+    def commit_(self) -> None:
+        """F̄ becomes what was prepared, if anything was."""
+        if self.prepared is not None:
+            torch._foreach_copy_(*self.prepared)
+        self.prepared = None
+
+    def backup(self) -> Backup:
+        """What F̄ and its count are now."""
+        return Backup([self.moments, self.updates], elsewhere=self.bulky)
+
+    def _rate(self, updates: Tensor, rate: float | Tensor, mask: Tensor | None) -> Tensor | float:
         """rate_k; 0 where the mask is."""
         if self._start == "fading":
             return rate if mask is None else mask * rate
         if mask is None and not isinstance(rate, Tensor):  # only on a CPU, which waits for nothing
-            return max(1.0 / (self.updates.item() + 1.0), rate)
-        own = 1.0 / (self.updates + 1.0)
+            return max(1.0 / (updates.item() + 1.0), rate)
+        own = 1.0 / (updates + 1.0)
         own = own.maximum(rate) if isinstance(rate, Tensor) else own.clamp(min=rate)
         return own if mask is None else own * mask
 
@@ -72,19 +88,6 @@ class FisherAverage:
             .map(lambda tensor, block=block: copied(tensor, block if block.follows_memory else None))
             for block in self.blocks
         }
-
-    @contextmanager
-    def unchanged_on_failure(self) -> Iterator[None]:
-        """If a factorisation fails inside, the moving averages and their counts are as they were before."""
-        if capturing():  # nothing can fail where nothing is looked at
-            yield
-            return
-        before = Backup([self.moments, self.updates], elsewhere=self.bulky)
-        try:
-            yield
-        except BaseException:  # Ctrl-C too
-            before.restore()
-            raise
 
 
 def _joined(records: dict[str, Statistics]) -> tuple[Tensor, dict[str, Statistics]]:

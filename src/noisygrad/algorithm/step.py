@@ -12,7 +12,6 @@ from torch import Tensor
 
 from noisygrad.algorithm.covariance import Covariance
 from noisygrad.families.base import Statistics
-from noisygrad.families.units import joined
 from noisygrad.kernels.tensors import inner_product, scale_unless_one_
 
 Groups = Sequence[tuple[Mapping[str, Any], slice]]
@@ -33,6 +32,7 @@ class NoisyNaturalGradient:
     """The posterior N(M, λ/N P⁻¹) that is fitted, and the parts of a step in their order.
 
     The gradient and the Fisher at the drawn weights are the caller's to find. It may mask, compile or record each part.
+    A part that fails has changed nothing.
 
     Args:
         mean: M, a flat vector `[*replicas, n]`, which is moved in place.
@@ -69,17 +69,15 @@ class NoisyNaturalGradient:
         """F̄ ← F̄ + β̃ (F̂ − F̄), every T_stats steps."""
         self.covariance.fisher.update_(measured, rate, mask=mask)
 
-    def refresh_(self, dampings: Mapping[int, float]) -> None:
-        """P = F̄ + Γ for draws, P + γ_ex I for steps, factorised every T_inv steps."""
-        self.covariance.refresh_(dampings)
-
     def move_(
         self, gradient: Tensor, groups: Groups, *, clip: float | Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor | None:
         """M ← M − α̃ (P + γ_ex I)⁻¹ m̂, shortened to the trust region; a mask of 0 leaves everything as it was.
 
-        Returns the factor by which the trust region shortened the step, `[*replicas, 1]`; None without one.
+        The mean and what the momentum keeps are computed aside and written by one operation. The gradient's memory is
+        used. Returns the factor by which the trust region shortened the step, `[*replicas, 1]`; None without one.
         """
+        self.momentum.taken()  # which a step that failed may have left
         gradient = self.momentum.of_gradient(gradient, groups, mask)
         step = self.covariance.solve(gradient)
         factor = None
@@ -87,12 +85,16 @@ class NoisyNaturalGradient:
             factor = clip_factor(gradient, step, groups, clip)
             step = scale_unless_one_(step, factor)
         step = self.momentum.of_step(step, groups, mask)
+        old, new = self.momentum.taken()
         for group, part in groups:
-            lr = group["lr"]
+            lr, mean = group["lr"], _of(self.mean, part)
             if mask is None and not isinstance(lr, Tensor):
-                _of(self.mean, part).add_(_of(step, part), alpha=-lr)
+                moved = torch.add(mean, _of(step, part), alpha=-lr)
             else:
-                _of(self.mean, part).sub_(_of(step, part) * (lr if mask is None else lr * mask))
+                moved = mean - _of(step, part) * (lr if mask is None else lr * mask)
+            old.append(mean)
+            new.append(moved)
+        torch._foreach_copy_(old, new)
         return factor
 
 
@@ -107,8 +109,9 @@ def clip_factor(gradient: Tensor, step: Tensor, groups: Groups, clip: float | Te
 class Momentum:
     """What a mode keeps, and what it does.
 
-    It may run once and be replayed: what it keeps is in tensors that are changed in place, and it reads none of them on
-    the host. A mask of 0, which comes with a gradient of zeros, leaves all of them as they were.
+    It may run once and be replayed: what it keeps is in tensors that stay where they are, and it reads none of them on
+    the host. It writes to none either, but says by `keep` what each is to be once the step is made. A mask of 0, which
+    comes with a gradient of zeros, leaves all of them as they were.
     """
 
     name: ClassVar[str] = ""
@@ -119,6 +122,16 @@ class Momentum:
         self.weight = like.new_zeros(groups)
         """1 − β₁ᵏ of each param group, kept as a recursion so that a captured graph counts by itself."""
         self._one = like.new_ones(1)
+        self._kept: list[tuple[Tensor, Tensor]] = []
+
+    def keep(self, tensor: Tensor, new: Tensor) -> None:
+        """Once the step is made, `tensor`, of this mode or a part of one, is to be what `new` is then."""
+        self._kept.append((tensor, new))
+
+    def taken(self) -> tuple[list[Tensor], list[Tensor]]:
+        """What there is to write: the tensors and what they are to be; then there is nothing more."""
+        kept, self._kept = self._kept, []
+        return [tensor for tensor, _ in kept], [new for _, new in kept]
 
     def tensors(self) -> dict[str, Tensor]:
         """What a resumed training goes on with: every tensor among the attributes whose name has no underscore."""
@@ -162,14 +175,15 @@ class GradientAverage(Momentum):
         """m ← β₁ m + (1 − β₁) g, divided by 1 − β₁ᵏ."""
         if all(group["momentum"] == 0 for group, _ in groups):
             return gradient
-        averages = []
         for index, (group, part) in enumerate(groups):
-            beta, weight = group["momentum"], self.weight[index : index + 1] if len(groups) > 1 else self.weight
+            beta, old_weight = group["momentum"], self.weight[index : index + 1] if len(groups) > 1 else self.weight
             rate = 1.0 - beta if mask is None else (1.0 - beta) * mask
-            average = _of(self.average, part).lerp_(_of(gradient, part), rate)
-            weight.lerp_(self._one, rate)
-            averages.append(average / (weight if mask is None else weight.clamp_min(1e-30)))
-        return joined(averages)
+            old, here = _of(self.average, part), _of(gradient, part)
+            average, weight = torch.lerp(old, here, rate), torch.lerp(old_weight, self._one, rate)
+            self.keep(old, average)
+            self.keep(old_weight, weight)
+            torch.div(average, weight if mask is None else weight.clamp_min(1e-30), out=here)
+        return gradient
 
 
 @register_momentum_mode
@@ -180,14 +194,14 @@ class HeavyBall(Momentum):
 
     def of_step(self, step: Tensor, groups: Groups, mask: Tensor | None) -> Tensor:
         """v ← β₁ v + step."""
+        velocity = torch.empty_like(step)
         for group, part in groups:
-            velocity = _of(self.average, part)
-            if mask is None:
-                torch.add(_of(step, part), velocity, alpha=group["momentum"], out=velocity)
-            else:
-                new = _of(step, part).add(velocity, alpha=group["momentum"])
-                velocity.copy_(torch.where(mask > 0, new, velocity))
-        return self.average
+            old, new = _of(self.average, part), _of(velocity, part)
+            torch.add(_of(step, part), old, alpha=group["momentum"], out=new)
+            if mask is not None:
+                new.copy_(torch.where(mask > 0, new, old))
+        self.keep(self.average, velocity)
+        return velocity
 
 
 def _of(tensor: Tensor, part: slice) -> Tensor:

@@ -55,7 +55,7 @@ def measure_layouts(output: Tensor, records: Sequence[Record], batch: Batch) -> 
         record for record in records if _known(record.module, record.inputs) is None and record.is_doubtful(batch.size)
     ]
     if doubtful and batch.size > 1 and not capturing() and not mixes_examples(output):
-        _measure(output, doubtful, batch)
+        _measure(output, doubtful, replace(batch, kept=batch.size))
     for record in records:
         if _known(record.module, record.inputs) == "batch second":
             record.unit = replace(record.unit, sequence_first=True)

@@ -20,10 +20,10 @@ def scale_unless_one_(vector: Tensor, factor: Tensor) -> Tensor:
     return vector.mul_(factor)
 
 
-def average_(old: list[Tensor], new: list[Tensor], rate: Tensor | float, mask: Tensor | None = None) -> None:
-    """In place: old + rate · (new − old) for each pair, overwriting the new ones; nothing bad in them where masked.
+def average_into_(new: list[Tensor], old: list[Tensor], rate: Tensor | float, mask: Tensor | None = None) -> None:
+    """In place: old + rate · (new − old) in the place of new, for each pair; nothing bad in them where masked.
 
-    On a GPU by a few launches and in the memory of the new ones: the moments of a deep network are as large as its
+    On a GPU by a few launches, and nowhere in other memory: the moments of a deep network are as large as its
     activations.
     """
     if mask is not None:
@@ -32,12 +32,12 @@ def average_(old: list[Tensor], new: list[Tensor], rate: Tensor | float, mask: T
             tensor.masked_fill_(masked, 0.0)
     if old[0].device.type == "cpu":
         for tensor, other in zip(old, new, strict=True):
-            tensor.lerp_(other, rate)
+            torch.lerp(tensor, other, rate, out=other)
         return
     rate = rate.reshape(()) if isinstance(rate, Tensor) else rate  # one of several would not be taken for a number
     torch._foreach_sub_(new, old)
     torch._foreach_mul_(new, rate)
-    torch._foreach_add_(old, new)
+    torch._foreach_add_(new, old)
 
 
 class Backup:

@@ -41,6 +41,12 @@ class Categorical(Likelihood):
         self.label_smoothing = float(label_smoothing)
         self._class_weights = None if class_weights is None else _class_weights(class_weights)
 
+    def bind(self, replicas: Sequence[int], device: torch.device | str, dtype: torch.dtype) -> None:
+        """Also takes the weights of classes to the device, once."""
+        super().bind(replicas, device, dtype)
+        if self._class_weights is not None:
+            self._class_weights = self._class_weights.to(device)
+
     def config(self) -> dict[str, Any]:
         """The constructor's arguments, as values that JSON can hold."""
         weights = None if self._class_weights is None else self._class_weights.tolist()

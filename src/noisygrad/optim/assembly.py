@@ -10,8 +10,9 @@ from noisygrad.algorithm.step import NoisyNaturalGradient
 from noisygrad.distributed import Ranks
 from noisygrad.likelihoods import Likelihood
 from noisygrad.optim import execution
-from noisygrad.optim.draw import DrawnWeights, make_generators
+from noisygrad.optim.draw import DrawnWeights
 from noisygrad.optim.finite import FiniteGuard, RunningStatistics
+from noisygrad.optim.generators import make_generators
 from noisygrad.optim.measurement import BatchMeasurement
 from noisygrad.optim.options import Options
 from noisygrad.optim.update import ParamGroups, Update

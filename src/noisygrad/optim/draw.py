@@ -1,27 +1,43 @@
-"""The draw of the weights: W = μ + √(λ/N) P^(−1/2) ε into the model, and the mean back again."""
+"""The draw of the weights: W = μ + √(λ/N) P^(−1/2) ε into the model, and the mean back again, whatever happens.
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+Python runs the handler of a signal between any two operations of the main thread, and what it raises (on Ctrl-C, say)
+may end a `with` or a `finally` before its first line. So while weights are drawn or a step is made, other handlers are
+in the place of the user's: they only take note while the library works, and elsewhere they let nothing go on before the
+mean is back. In other threads than the main one there are no signals.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from _signal import getsignal  # type: ignore[import-not-found]
+from _signal import signal as set_handler
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from numbers import Integral
+from types import TracebackType
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from noisygrad.algorithm.step import NoisyNaturalGradient
 from noisygrad.curvature.capture import Capture
-from noisygrad.distributed import Ranks
 from noisygrad.kernels.threads import run_in_threads
 from noisygrad.optim.accumulated import LossCall
 from noisygrad.optim.execution import Executor
 from noisygrad.posterior.structure import Structure
 from noisygrad.posterior.weights import FlatWeights, ParameterViews
 
+Handler = Callable[[int, Any], object]
 PARTS, LARGE = 32, 1_000_000
 """A row of this many numbers is drawn in this many parts."""
-BETWEEN_RANKS = 1_000_003
-"""Between the seeds of neighbouring ranks, so that they do not meet those of neighbouring replicas."""
+SIGNALS = tuple(int(number) for number in signal.valid_signals())
+PATIENCE = 3.0
+"""Seconds after which a signal that is sent again no longer waits: a user's own function may never return."""
 
 
 class Draw:
@@ -67,6 +83,120 @@ class Draw:
             )
 
 
+class Drawing(AbstractContextManager[Draw]):
+    """The context of one draw: `enter` makes it, and `leave` ends it, told whether the context failed.
+
+    One that is lost without having been left, since an exception from another thread was faster, is left as a failure.
+    """
+
+    def __init__(self, enter: Callable[[], Draw], leave: Callable[[Draw, bool], None]) -> None:
+        self._enter, self._leave = enter, leave
+        self._draw: Draw | None = None
+
+    def __enter__(self) -> Draw:
+        """Draw."""
+        self._draw = self._enter()
+        return self._draw
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        """Bring the mean back."""
+        if self._draw is not None:
+            self._leave(self._draw, kind is not None)
+            self._draw = None
+
+    def __del__(self) -> None:
+        """As `__exit__` after a failure."""
+        if self._draw is not None and self._draw.is_open:
+            self._leave(self._draw, True)
+
+
+class Interrupts:
+    """The signals of the main thread, from `hold` to `release`.
+
+    In between they may be allowed for a while; `give_up` is then called before what a handler raises goes on.
+    """
+
+    def __init__(self, give_up: Callable[[], None]) -> None:
+        self._give_up = give_up
+        self.active = False
+        """Whether there was a `hold` that no `release` has ended."""
+        self._held = False
+        self._waiting: dict[int, tuple[Handler, float]] = {}
+        self._replaced: list[tuple[int, _Replacement]] = []
+
+    def hold(self) -> None:
+        """From now on signals wait."""
+        self._held = True
+        if not self.active:
+            self.active = True
+            self._replace()
+
+    def deliver(self) -> None:
+        """Run the handlers of the signals that wait; what they raise comes from here."""
+        while self._waiting:
+            number, (handler, _) = self._waiting.popitem()
+            handler(number, sys._getframe())
+
+    def allow(self) -> None:
+        """From now on signals are handled when they come; those that wait are handled now."""
+        self._held = False
+        if self._waiting:
+            self.deliver()
+
+    def release(self) -> None:
+        """`allow`, and put the handlers back."""
+        self.allow()
+        self.active = False  # what is left of the replacements, if a handler raises here, only passes signals on
+        for number, replacement in self._replaced:
+            if getsignal(number) is replacement:
+                set_handler(number, replacement.handler)
+
+    def _replace(self) -> None:
+        self._replaced = []
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in SIGNALS:
+            handler = getsignal(number)
+            if callable(handler):
+                while isinstance(handler, _Replacement) and not handler.interrupts.active:
+                    handler = handler.handler
+                replacement = _Replacement(self, handler)
+                self._replaced.append((number, replacement))
+                set_handler(number, replacement)
+
+    def caught(self, number: int, frame: Any, handler: Handler) -> None:
+        """What a replacement does."""
+        if self.active and self._held:
+            _, since = self._waiting.setdefault(number, (handler, time.monotonic()))
+            if time.monotonic() - since < PATIENCE:
+                return
+            del self._waiting[number]
+        try:
+            handler(number, frame)
+        except BaseException:
+            if self.active:
+                self._give_up()
+            raise
+
+
+class _Replacement:
+    """A handler in place of another."""
+
+    def __init__(self, interrupts: Interrupts, handler: Handler) -> None:
+        self.interrupts, self.handler = interrupts, handler
+        self._process = os.getpid()
+
+    def __call__(self, number: int, frame: Any) -> None:
+        if os.getpid() == self._process:
+            self.interrupts.caught(number, frame, self.handler)
+        else:  # forked meanwhile
+            self.handler(number, frame)
+
+
+_LIVE: set[DrawnWeights] = set()
+"""Those whose draw is in a model now."""
+
+
 class DrawnWeights:
     """The mean, the weights that are drawn around it, and the random numbers: what is in the model's parameters.
 
@@ -87,10 +217,14 @@ class DrawnWeights:
         self.generators = list(generators)
         self.current: Draw | None = None
         """The draw whose weights are in the model now."""
+        self._capture: Capture | None = None
+        self.stale = False
+        """Whether the model's parameters are others than the mean: drawn, or those of an earlier mean."""
         self._parameters, self._algorithm, self._executor = parameters, algorithm, executor
         self._covariance = algorithm.covariance
         self._narrow = any(parameter.dtype != mean.flat.dtype for parameter in structure.parameters.values())
         self._noise, self.sample = self._place(structure)
+        self._owned = {id(parameter) for parameter in structure.parameters.values()}
 
     def _place(self, structure: Structure) -> tuple[Tensor, FlatWeights | None]:
         """Noise and the weights drawn with it, in one place where they can be: each is done with before the other."""
@@ -107,34 +241,49 @@ class DrawnWeights:
         """The weights of the last draw: the mean, where there is no noise."""
         return self.mean.flat if self.sample is None else self.sample.flat
 
+    def check_alone(self) -> None:
+        """Raise where the model holds weights that another optimiser has drawn, which are not the mean."""
+        if any(other is not self and not self._owned.isdisjoint(other._owned) for other in tuple(_LIVE)):
+            raise RuntimeError(
+                "another optimiser has drawn weights in this model, and they would be taken for the mean: leave its "
+                "sampled() context first"
+            )
+
     def memory(self) -> tuple[int, int]:
         """Changes whenever factors or parameters have moved to another place of memory."""
         return (self._covariance.generation, self._parameters.generation)
 
-    @contextmanager
-    def in_model(
-        self, draw: Draw, capture: Capture | None, before: Callable[[], None], restore: bool
-    ) -> Iterator[None]:
-        """Draw; inside, the weights are in the model, and `capture` records layers, if any; outside, the mean is.
+    def begin(self, draw: Draw, capture: Capture | None, before: Callable[[], None]) -> None:
+        """Draw: from now on the weights are in the model, and `capture` records layers, if there is one.
 
-        `before` is called when the numbers of the last draw are about to be overwritten. Without `restore` the mean
-        comes back only after a failure, since a step is to write it anyway.
+        `before` is called when the numbers of the last draw are about to be overwritten.
         """
+        self.check_alone()
         if self._covariance.noisy:
             before()
             fill_normal_(self._noise, self.generators)
+            _LIVE.add(self)
         self._draw()  # where this fails, the user's weights are still there
-        self.current, failed = draw, True
-        try:
-            with capture or nullcontext():
-                yield
-            failed = False
-        finally:
+        self.current, self._capture = draw, capture
+        if capture is not None:
+            capture.__enter__()
+
+    def end(self, *, restore: bool = True) -> None:
+        """The draw is over, if there is one; without `restore` a step is to bring the mean back (`show_mean_`)."""
+        if self._capture is not None:
+            self._capture.__exit__()
+            self._capture = None
+        if self.current is not None:
+            self.current.is_open = False
             self.current = None
-            draw.is_open = False
-            if self._covariance.noisy and (restore or failed):
-                self.mean.write_parameters_()
-        draw.check_differentiated()
+        if restore and self.stale:
+            self.show_mean_()
+        _LIVE.discard(self)
+
+    def show_mean_(self) -> None:
+        """The mean into the parameters."""
+        self.mean.write_parameters_()
+        self.stale = False
 
     def _draw(self) -> None:
         """M from the parameters, and W into them."""
@@ -144,6 +293,7 @@ class DrawnWeights:
         self.mean.parameters.current()  # which may have been moved in memory: that counts in `memory`
         if self._executor.deferred:
             self._executor.run("draw", self.memory(), self._perturb)
+            self.stale = True
         else:
             self._perturb()
 
@@ -151,6 +301,7 @@ class DrawnWeights:
         self.read_mean_()
         assert self.sample is not None
         self._algorithm.draw(self._noise, out=self.sample.flat)
+        self.stale = True
         self.sample.write_parameters_()
 
     def read_mean_(self) -> None:
@@ -171,35 +322,6 @@ class DrawnWeights:
         """Back to `generator_states`."""
         for generator, state in zip(self.generators, states, strict=False):
             generator.set_state(state)
-
-
-def seeds_of(seed: int | Sequence[int] | None, count: int) -> list[int]:
-    """One for each replica: those given, or the first of them and its successors; without any from torch's own."""
-    if seed is None:
-        seed = int(torch.randint(2**62, ()).item())
-    if isinstance(seed, Integral):
-        return [int(seed) + index for index in range(count)]
-    if isinstance(seed, str) or not isinstance(seed, Sequence | np.ndarray) or len(seed) != count:
-        raise ValueError(f"seed must be an integer, or {count} of them, one per replica; got {seed!r}")
-    return [int(value) for value in seed]
-
-
-def make_generators(
-    seed: int | Sequence[int] | None, count: int, device: torch.device, ranks: Ranks, *, same_draw: bool
-) -> list[torch.Generator]:
-    """A generator for each replica, others on each rank unless they are to draw the same."""
-    seeds = [ranks.same_for_all(value) for value in seeds_of(seed, count)]
-    offset = 0 if same_draw else ranks.rank * BETWEEN_RANKS
-    return [torch.Generator(device).manual_seed((value + offset) % 2**63) for value in seeds]
-
-
-def part_generators_(generators: Sequence[torch.Generator], saved: int, ranks: Ranks, *, same_draw: bool) -> None:
-    """After a load: give a rank numbers of its own where the state is that of another rank, `saved`."""
-    if same_draw or saved == ranks.rank:
-        return
-    for generator in generators:
-        seed = int(torch.randint(2**62, (), generator=generator, device=generator.device).item())
-        generator.manual_seed(seed + ranks.rank * BETWEEN_RANKS)
 
 
 def fill_normal_(noise: Tensor, generators: Sequence[torch.Generator]) -> None:

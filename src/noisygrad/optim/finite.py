@@ -73,11 +73,11 @@ class RunningStatistics:
         """After a step: there is nothing to take back."""
         self._kept = []
 
-    def restore(self) -> None:
-        """Give norm layers with bad numbers what was kept."""
+    def restore(self, *, all_layers: bool = False) -> None:
+        """Give norm layers with bad numbers what was kept, or all of them."""
         for module, kept in self._kept:
             now = list(module.buffers(recurse=False))
-            if not all(map(_is_finite, now)):
+            if all_layers or not all(map(_is_finite, now)):
                 for buffer, old in zip(now, kept, strict=True):
                     buffer.copy_(old)
 

@@ -9,26 +9,25 @@ of the factors. Conventions: `docs/conventions.md`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor, nn
 
 from noisygrad.algorithm.fisher import FisherStart
-from noisygrad.curvature.capture import Capture, unwrapped
+from noisygrad.curvature.capture import unwrapped
 from noisygrad.curvature.fisher import FisherKind
 from noisygrad.distributed import Group, Ranks
 from noisygrad.families.base import DampingMode
 from noisygrad.likelihoods import Likelihood
-from noisygrad.optim.accumulated import Accumulated, GradientWatch
+from noisygrad.optim.accumulated import Accumulated, Scaling
 from noisygrad.optim.assembly import assemble
-from noisygrad.optim.draw import Draw
+from noisygrad.optim.draw import Draw, Drawing
 from noisygrad.optim.measurement import Closure, unpacked
 from noisygrad.optim.options import FisherPass, GroupPatterns, Options, Schedule, check_arguments, check_rates
 from noisygrad.optim.state import OptimizerState, blocks_of_parameters
-from noisygrad.optim.update import ParamGroups, Scaling
+from noisygrad.optim.update import ParamGroups, Transaction
 from noisygrad.posterior.coverage import Coverage
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
@@ -151,6 +150,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         likelihood.bind(self.structure.replicas, self.device, self.dtype)
         canonical = BlockPriors.build(self._canonical_structure, prior_variance, prior, self.dtype, self.device)
         self.priors = canonical.to_memory(self.structure)
+        self._same_draw = same_draw_on_all_ranks
         self.update = assemble(
             self.model,
             self.structure,
@@ -165,32 +165,27 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self.algorithm, self.weights = self.update.algorithm, self.update.weights
         self.measurement, self.guard, self.running = self.update.measurement, self.update.guard, self.update.running
         self.covariance = self.algorithm.covariance
-        self.accumulated = Accumulated(self.guard.deferred)
-        self._capture, self._watch = Capture(self.structure.layers), GradientWatch(parameters)
+        self.transaction = Transaction(self.update, self.structure)
         self._parts = ModelParts(self.model)
-        self._state = OptimizerState(
-            kind=type(self).__name__,
-            structure=self.structure,
-            parts=self.update,
-            priors=self.priors,
-            same_draw=same_draw_on_all_ranks,
-        )
-        self.steps = 0
-        """How many steps were made."""
-        self._in_closure = False
 
-    @contextmanager
-    def sampled(self) -> Iterator[Draw]:
+    # ---------------------------------------------------------------- what a user calls
+
+    def sampled(self) -> Drawing:
         """Weights drawn from the posterior inside, the mean again outside, whatever happens.
 
         `draw.nll(model(x), y).backward()` inside; `optimizer.step()` outside. Several contexts before a step are
-        several weight samples.
+        several weight samples. Where one fails, all of them are given up: the step has not begun.
         """
+        return Drawing(self._enter, self.transaction.leave)
+
+    def _enter(self) -> Draw:
         if self.options.fisher_pass == "fresh":
             raise RuntimeError('fisher_pass="fresh" runs the model by itself: use step(closure) instead of sampled()')
+        if self.weights.current is not None:
+            raise RuntimeError("sampled() contexts cannot be nested")
         self.check_still_valid()
-        with self._drawn(True) as (draw, _):
-            yield draw
+        self.transaction.watch.check(self.accumulated.draws)
+        return self.transaction.enter()
 
     @overload  # type: ignore[override]
     def step(self, closure: None = None) -> None: ...
@@ -200,42 +195,35 @@ class NoisyOptimizer(torch.optim.Optimizer):
 
     # A step changes far too much beside tensors to be compiled along with what calls it.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Tensor | None:
         """Update the mean and the Fisher from the draws since the last step.
 
         With a closure that returns `(output, target)`, the draws are made here, `mc_samples` of them, and the mean loss
         is returned; weights of examples and a mask may follow, as in `draw.nll`. A closure that calls `backward` itself
-        and returns a loss works too, with the empirical Fisher. Gradients are consumed: no `zero_grad` is needed.
-        Raises `NonFiniteError` and changes nothing if the loss was not finite (on a GPU: masks the step, and raises at
-        the next refresh of the factors).
+        and returns a loss works too, with the empirical Fisher; after draws it may only do what frameworks do before a
+        step, such as clipping. Gradients are consumed: no `zero_grad` is needed. Raises `NonFiniteError` and changes
+        nothing if the loss was not finite (on a GPU: masks the step, and raises at the next refresh of the factors).
+        Whatever else ends it, all is as before the first draw, or as after the step.
         """
         if self.weights.current is not None:
             raise RuntimeError("step() inside sampled(): leave the context first, which ends the draw")
         self.check_still_valid()
-        if closure is not None:
-            self._in_closure = True
-            try:
-                self._evaluate(closure)
-            except BaseException:
-                self._drop()
-                raise
-            finally:
-                self._in_closure = False
-        found = self.accumulated
-        found.check_complete()
-        loss = None if closure is None else found.mean_loss()
+        transaction = self.transaction
+        if closure is not None and not self.accumulated.draws:
+            transaction.watch.check(0)
         try:
-            self.update.apply(self.steps + 1, found, Scaling.of(vars(self), found))
+            transaction.begin()
+            with torch.no_grad():
+                if closure is not None:
+                    self._evaluate(closure)
+                loss = None if closure is None else self.accumulated.mean_loss()
+                transaction.make(Scaling.of(vars(self), self.accumulated))
+            transaction.interrupts.release()
         except BaseException:
-            self.weights.mean.write_parameters_()
-            vars(self).pop("grad_scale", None)  # a GradScaler's, which takes them away after a success only
-            vars(self).pop("found_inf", None)
+            transaction.give_up()
+            for name in ("grad_scale", "found_inf"):  # a GradScaler's, which takes them away after a success only
+                vars(self).pop(name, None)
             raise
-        finally:
-            self._consume()
-        self.running.forget()
-        self.steps += 1
         return loss
 
     def check_still_valid(self) -> None:
@@ -255,26 +243,29 @@ class NoisyOptimizer(torch.optim.Optimizer):
 
         Inside `sampled()` it raises once there is a loss, whose statistics it would drop.
         """
-        if self._in_closure:
+        if self.transaction.in_closure:
             return
         if self.weights.current is not None and self.weights.current.has_loss:
             raise RuntimeError(
                 "zero_grad() inside sampled() would drop what the loss has left for the step. Take it out: step() "
                 "consumes gradients, so that none is needed; to give up earlier draws, call it before sampled()"
             )
-        self._drop()
+        self.transaction.drop()
         super().zero_grad(set_to_none)
 
-    def _consume(self) -> None:
-        """`zero_grad` without its profiling: it runs in every step."""
-        for parameter in self.structure.parameters.values():
-            parameter.grad = None
-        self.accumulated = Accumulated(self.guard.deferred)
+    @property
+    def steps(self) -> int:
+        """How many steps were made."""
+        return self.transaction.steps
 
-    def _drop(self) -> None:
-        """Give up what is pending, and what it did to running statistics."""
-        self.running.restore()
-        self._consume()
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self.transaction.steps = steps
+
+    @property
+    def accumulated(self) -> Accumulated:
+        """What the draws since the last step have left for the next."""
+        return self.transaction.accumulated
 
     def posterior(self) -> Posterior:
         """A snapshot of the posterior: mean, covariance, prior, the noise of the likelihood. Later steps leave it.
@@ -283,6 +274,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         """
         self.guard.check()
         if self.weights.current is None:  # else the parameters are a sample, and the mean was read before
+            self.weights.check_alone()
             self.weights.read_mean_()
         return Posterior(
             self.model,
@@ -313,16 +305,25 @@ class NoisyOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs besides the model, as tensors and numbers in nested dictionaries."""
         self.guard.check()
-        return self._state.save(self.param_groups, self.steps)
+        return self._state().save(self.param_groups, self.steps)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`; raises before anything changes if it is of another family or model."""
-        self.steps = self._state.load(state_dict, self.param_groups)
-        self._consume()
+        self.steps = self._state().load(state_dict, self.param_groups)
+        self.transaction.consume()
+
+    def _state(self) -> OptimizerState:
+        return OptimizerState(
+            kind=type(self).__name__,
+            structure=self.structure,
+            parts=self.update,
+            priors=self.priors,
+            same_draw=self._same_draw,
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not supported after construction: the posterior's blocks are fixed then. Use `groups`."""
-        if hasattr(self, "steps"):
+        if hasattr(self, "transaction"):
             raise RuntimeError("param groups are fixed at construction; use the argument `groups`")
         super().add_param_group(param_group)
 
@@ -333,69 +334,46 @@ class NoisyOptimizer(torch.optim.Optimizer):
             "optimiser of the other model and give it the state with load_state_dict()"
         )
 
-    @contextmanager
-    def _drawn(self, with_statistics: bool, *, restore: bool = True) -> Iterator[tuple[Draw, Capture | None]]:
-        """A draw, with the layers recorded where statistics are due; `restore` as in `DrawnWeights.in_model`."""
-        if self.weights.current is not None:
-            raise RuntimeError("sampled() contexts cannot be nested")
-        self._watch.check(self.accumulated.draws)
-        due = with_statistics and self.options.stats_due(self.steps + 1)
-        capture = self._capture if due else None
-        measure = lambda *parts: self.measurement.loss(self.accumulated, capture, *parts, observe=True)  # noqa: E731
-        draw = Draw(measure, lambda: self.accumulated.pending)
-        if self.accumulated.draws == 0:
-            self.running.keep()
-        states = self.weights.generator_states()
-        try:
-            with self.weights.in_model(draw, capture, self.accumulated.own_buffer, restore):
-                yield draw, capture
-            self.accumulated.add_draw(self.weights.flat)
-        except BaseException:
-            self.weights.set_generator_states(states)
-            self._drop()
-            raise
-        self.accumulated.expected_statistics |= due
-        self._watch.note()
+    # ---------------------------------------------------------------- closures
 
     @torch.enable_grad()
     def _evaluate(self, closure: Closure) -> None:
-        """`mc_samples` draws with the closure and, where `fisher_pass="fresh"` asks for it, one for statistics.
-
-        After draws of `sampled()` a closure may only do what frameworks do before a step, such as clipping.
-        """
+        """`mc_samples` draws with the closure and, where `fisher_pass="fresh"` asks for it, one for statistics."""
         if self.accumulated.draws:
-            if closure() is not None:
+            if self.transaction.run(closure) is not None:
                 raise TypeError("after sampled(), the closure of step() must compute nothing and return None")
             return
         options = self.options
         fresh = options.fisher_pass == "fresh" and options.stats_due(self.steps + 1)
         for _ in range(options.mc_samples):
-            self._evaluate_once(closure, restore=options.mc_samples > 1 or fresh)
+            self._evaluate_once(closure)
+            self.transaction.end_draw(restore=options.mc_samples > 1 or fresh)
         if not fresh:
             return
         found = self.accumulated
         found.own_buffer()
         draws, weights = found.draws, found.weights
-        with self._drawn(True) as (_, capture):
-            assert capture is not None
-            self.measurement.take_fresh(found, capture, lambda: self._run(closure))
+        _, capture = self.transaction.begin_draw(True)
+        assert capture is not None
+        self.measurement.take_fresh(found, capture, lambda: self._run(closure))
+        self.transaction.end_draw()
         # That draw has no gradient: the step must not count it.
         found.draws, found.weights = draws, weights
 
-    def _evaluate_once(self, closure: Closure, *, restore: bool) -> None:
-        with self._drawn(self.options.fisher_pass == "same", restore=restore) as (_, capture):
+    def _evaluate_once(self, closure: Closure) -> None:
+        _, capture = self.transaction.begin_draw(self.options.fisher_pass == "same")
+        if capture is not None:
+            capture.watch_backward = True
+        result = self._run(closure)
+        if isinstance(result, tuple):
+            parts = unpacked(result)
             if capture is not None:
-                capture.watch_backward = True
-            result = self._run(closure)
-            if isinstance(result, tuple):
-                parts = unpacked(result)
-                if capture is not None:
-                    capture.watch_backward = False
-                self.measurement.loss(self.accumulated, capture, *parts, observe=False).backward()
-                return
-            self.measurement.take_returned_loss(self.accumulated, capture, result)
+                capture.watch_backward = False
+            self.measurement.loss(self.accumulated, capture, *parts, observe=False).backward()
+            return
+        self.measurement.take_returned_loss(self.accumulated, capture, result)
 
     def _run(self, closure: Closure) -> tuple[Tensor | None, ...] | Tensor:
-        result = closure()
-        self._watch.check_kept()
+        result = self.transaction.run(closure)
+        self.transaction.watch.check_kept()
         return result

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from noisygrad.archive import not_finite
 from noisygrad.families.base import TensorRecord
-from noisygrad.optim.draw import part_generators_
+from noisygrad.optim.generators import part_generators_
 from noisygrad.optim.options import GROUP_OPTIONS, check_rates
 from noisygrad.optim.update import Update
 from noisygrad.posterior.blocks import Block

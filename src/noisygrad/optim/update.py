@@ -1,23 +1,28 @@
-"""One step of Algorithm 1 or 2 of the paper: Fisher, factors, mean, noise, from what the draws have left."""
+"""One step of Algorithm 1 or 2 of the paper from what draws have left: Fisher, factors, noise, mean; or nothing."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from noisygrad.algorithm.step import NoisyNaturalGradient
+from noisygrad.curvature.capture import Capture
 from noisygrad.distributed import GradientReduction, Ranks
+from noisygrad.kernels.factorisation import capturing
 from noisygrad.likelihoods import Likelihood
-from noisygrad.optim.accumulated import Accumulated
-from noisygrad.optim.draw import DrawnWeights
+from noisygrad.optim.accumulated import Accumulated, GradientWatch, Scaling
+from noisygrad.optim.draw import Draw, DrawnWeights, Interrupts
 from noisygrad.optim.execution import Executor
 from noisygrad.optim.finite import FiniteGuard, RunningStatistics
 from noisygrad.optim.measurement import BatchMeasurement
 from noisygrad.optim.options import Options
+from noisygrad.posterior.structure import Structure
 from noisygrad.posterior.weights import FlatWeights
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -31,25 +36,6 @@ class ParamGroups:
     def dampings(self) -> dict[int, float]:
         """γ_ex of each param group, by the number that its blocks know it by."""
         return {number: group["damping"] for number, group in zip(self.numbers, self.settings, strict=True)}
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """What a GradScaler says of the gradients: the scale they have, and whether one of them is infinite."""
-
-    scale: Tensor | None = None
-    found_inf: Tensor | None = None
-
-    @classmethod
-    def of(cls, told: Mapping[str, Any], found: Accumulated) -> Self:
-        """From the attributes that a GradScaler sets; raises where it has unscaled gradients and nobody said so."""
-        if found.unscaled is None and "grad_scale" in told and told["grad_scale"] is None:
-            raise RuntimeError(
-                "a GradScaler has unscaled the gradients, so the factor that the losses were scaled by is not known "
-                "any more: call optimizer.unscale_(scaler) in place of scaler.unscale_(optimizer), then clip. Where a "
-                "framework unscales by itself, bound the step by kl_clip and let it leave the gradients as they are"
-            )
-        return cls(told.get("grad_scale"), told.get("found_inf"))
 
 
 class DeviceScalars:
@@ -95,7 +81,12 @@ class DeviceScalars:
 
 @dataclass(kw_only=True)
 class Update:
-    """What a step is made of, and how it is made."""
+    """What a step is made of, and how it is made: all of it, or nothing.
+
+    Up to the move of the mean nothing has changed, or what has is known to `undo`; from then on there is only `finish`.
+    Averages are made in the memory of what was measured. Factors, which the step itself uses, are overwritten, and
+    copies of the old ones kept.
+    """
 
     algorithm: NoisyNaturalGradient
     weights: DrawnWeights
@@ -113,9 +104,32 @@ class Update:
         self.scalars = DeviceScalars(self.algorithm.mean, len(self.groups.parts))
         self.reduction = GradientReduction(self.ranks)
         self._begun = False
+        self._fisher = self.algorithm.covariance.fisher
+        self._ways_back: list[Callable[[], object]] = []
+        self._number = 0
+        self.moved: int | None = None
+        """The number of the step whose mean is there, and which is to be finished."""
 
-    def apply(self, step: int, found: Accumulated, scaling: Scaling) -> None:
-        """Fisher, factors, mean and observation noise from what was accumulated, in this order."""
+    def undo(self) -> None:
+        """Everything as before the step, of which the mean has not moved."""
+        for way_back in reversed(self._ways_back):
+            way_back()
+        self._ways_back = []
+        self._fisher.prepared = None
+
+    def finish(self) -> None:
+        """What is left to do once the mean has moved: done twice, it is done once."""
+        self._ways_back = []
+        if self._fisher.prepared is not None:
+            self._fisher.commit_()
+        self.weights.end()
+
+    def apply(self, step: int, found: Accumulated, scaling: Scaling, between: Callable[[], object]) -> None:
+        """Fisher, factors, observation noise and mean from what was accumulated, in this order.
+
+        `between` is called between pieces of long work. `finish` or `undo` must follow.
+        """
+        self._number = step
         decay, clip = self.options.decay_at(step), self.options.clip_at(step)
         if not self._begun:
             self.ranks.check_current()
@@ -136,22 +150,24 @@ class Update:
             if isinstance(weight, Tensor):
                 weight = scalars.weight.copy_(weight)
             if self._is_plain(step, found, scaling):
-                key = self.replay_key() if isinstance(weight, float) else (self.replay_key(), "weighted")
-                work = lambda: self._move(  # noqa: E731
-                    scalars.groups, scalars.clip, self._watched(found, scalars.loss, scaling, weight)
-                )
-                self.executor.run("step", key, work)
+                watch = partial(self._watched, found, scalars.loss, scaling, weight)
+                work = lambda: self._move(scalars.groups, scalars.clip, watch())  # noqa: E731
+                self._run("step", work, *(["weighted"] if isinstance(weight, Tensor) else []))
                 return
-            mask = self._watch_and_measure(step, found, scaling, weight, scalars.rate)
+            mask = self._watch_and_measure(step, found, scaling, weight, scalars.rate, between)
             assert mask is not None
             scalars.mask.copy_(mask)
             work = lambda: self._move(scalars.groups, scalars.clip, scalars.mask)  # noqa: E731
-            self.executor.run("move", self.replay_key(), work)
+            self._run("move", work)
         else:
-            mask = self._watch_and_measure(step, found, scaling, float(weight), 1.0 - decay)
+            mask = self._watch_and_measure(step, found, scaling, float(weight), 1.0 - decay, between)
             self._move(self.groups.settings, clip, mask)
-        if found.noise is not None:
-            self._update_noise(found.noise / found.noise_weight, mask)
+
+    def _run(self, name: str, work: Callable[[], None], *kind: str) -> None:
+        """The move of the mean, perhaps as a recorded graph that writes the parameters too."""
+        self.executor.run(name, (*self.replay_key(), *kind), work)
+        self.weights.stale = False
+        self.moved = self._number
 
     def _share(self, step: int, found: Accumulated, scaling: Scaling) -> Scaling:
         """Bring together what the ranks have, with the gradients where nobody has reduced them yet."""
@@ -182,22 +198,29 @@ class Update:
         return (self.weights.memory(), self.scalars.key())
 
     def _watch_and_measure(
-        self, step: int, found: Accumulated, scaling: Scaling, weight: float | Tensor, rate: float | Tensor
+        self,
+        step: int,
+        found: Accumulated,
+        scaling: Scaling,
+        weight: float | Tensor,
+        rate: float | Tensor,
+        between: Callable[[], object],
     ) -> Tensor | None:
         """Whatever there is to measure and to refresh before the mean moves, and the mask of the step."""
         # Ranks must agree on what is finite, and each has a loss of its own.
         mask = self._watched(found, None if self.ranks.active else found.loss, scaling, weight)
-        refresh = self.options.factors_due(step)
-        fisher = self.algorithm.covariance.fisher
-        with fisher.unchanged_on_failure() if refresh else nullcontext():
-            if found.statistics:
-                self.measurement.warn_uncalled_layers(found)
-                used = found.used_by_ranks(mask)
-                self.algorithm.measure_(found.statistics, rate, mask=used)
-                found.statistics = {}  # as large as the moving averages, and done with
-            if refresh:
-                self.guard.check()
-                self.algorithm.refresh_(self.groups.dampings())
+        if found.statistics:
+            self.measurement.warn_uncalled_layers(found)
+            self._fisher.prepare(found.statistics, rate, mask=found.used_by_ranks(mask))
+            found.statistics = {}
+        if self.options.factors_due(step):
+            self.guard.check()
+            if not capturing():  # nothing can fail where nothing is looked at
+                self._ways_back.append(self._fisher.backup().restore)
+            self._fisher.commit_()
+            self._ways_back.append(self.algorithm.covariance.refresh_(self.groups.dampings(), between))
+        if found.noise is not None:
+            self._update_noise(found.noise / found.noise_weight, mask)
         return mask
 
     def _is_plain(self, step: int, found: Accumulated, scaling: Scaling) -> bool:
@@ -225,13 +248,144 @@ class Update:
 
     def _move(self, settings: Sequence[Mapping[str, Any]], clip: float | Tensor | None, mask: Tensor | None) -> None:
         groups = list(zip(settings, self.groups.parts, strict=True))
+        self.weights.stale = True
         self.algorithm.move_(self.gradient.flat, groups, clip=clip, mask=mask)
-        self.weights.mean.write_parameters_()
+        if not self.executor.deferred:
+            self.moved = self._number
+        self.weights.show_mean_()
 
     def _update_noise(self, statistic: Tensor, mask: Tensor | None) -> None:
         likelihood, options = self.likelihood, self.options
-        before = [buffer.clone() for buffer in likelihood.buffers()] if mask is not None else []
+        before = [buffer.clone() for buffer in likelihood.buffers()]
+        self._ways_back.append(lambda: torch._foreach_copy_(list(likelihood.buffers()), before))
         likelihood.update_noise_(statistic, options.num_data, options.kl_weight)
         if mask is not None:
             for buffer, old in zip(likelihood.buffers(), before, strict=True):
                 buffer.copy_(torch.where(mask > 0, buffer, old))
+
+
+class Transaction:
+    """A step and the draws before it: all of it happens, or none, whatever comes in between.
+
+    Signals wait while the library works (`draw.Interrupts`). What another thread throws in is not put off: it is given
+    up here, or at the next use.
+    """
+
+    def __init__(self, update: Update, structure: Structure) -> None:
+        self.steps = 0
+        self.accumulated = Accumulated(update.guard.deferred)
+        self.watch = GradientWatch(list(structure.parameters.values()))
+        self.interrupts = Interrupts(self.give_up)
+        self.in_closure = False
+        self._update, self._weights, self._running = update, update.weights, update.running
+        self._parameters = structure.parameters
+        self._capture = Capture(structure.layers)
+        self._generators_before: list[Tensor] = []
+
+    def begin(self) -> None:
+        """Signals wait from here on."""
+        if self.interrupts.active:  # an exception from another thread was faster than the last `give_up`
+            self.give_up()
+        self.interrupts.hold()
+
+    def enter(self) -> Draw:
+        """The draw of a context of the user's."""
+        try:
+            self.begin()
+            draw, _ = self.begin_draw(True)
+            self.interrupts.allow()
+        except BaseException:
+            self.give_up()
+            raise
+        return draw
+
+    def leave(self, draw: Draw, failed: bool) -> None:
+        """The end of that context."""
+        if self._weights.current is not draw:
+            if not failed:
+                raise RuntimeError("this draw was given up when a signal came, whose exception was then caught")
+            return
+        try:
+            self.interrupts.hold()
+            if failed:
+                self.give_up()
+            else:
+                self.end_draw()
+                draw.check_differentiated()
+                self.interrupts.release()
+        except BaseException:
+            self.give_up()
+            raise
+
+    def begin_draw(self, with_statistics: bool) -> tuple[Draw, Capture | None]:
+        """A draw, with the layers recorded where statistics are due."""
+        due = with_statistics and self._update.options.stats_due(self.steps + 1)
+        capture = self._capture if due else None
+        draw = Draw(partial(self._loss, capture), lambda: self.accumulated.pending)
+        if self.accumulated.draws == 0:
+            self._running.keep()
+            self._generators_before = self._weights.generator_states()
+        self._weights.begin(draw, capture, self.accumulated.own_buffer)
+        self.accumulated.expected_statistics |= due
+        return draw, capture
+
+    def end_draw(self, *, restore: bool = True) -> None:
+        """Without `restore` the mean comes back with the step."""
+        self._weights.end(restore=restore)
+        self.accumulated.add_draw(self._weights.flat)
+        self.watch.note()
+
+    def _loss(self, capture: Capture | None, *given: Any) -> Tensor:
+        self.interrupts.hold()
+        try:
+            return self._update.measurement.loss(self.accumulated, capture, *given, observe=True)
+        finally:
+            self.interrupts.allow()
+
+    def run(self, closure: Callable[[], Result]) -> Result:
+        """Run what is the user's, which signals may end."""
+        self.in_closure = True
+        self.interrupts.allow()
+        try:
+            return closure()
+        finally:
+            self.interrupts.hold()
+            self.in_closure = False
+
+    def make(self, scaling: Scaling) -> None:
+        """Make the step."""
+        self.accumulated.check_complete()
+        self._update.apply(self.steps + 1, self.accumulated, scaling, self.interrupts.deliver)
+        self._finish()
+
+    def _finish(self) -> None:
+        """Everything as after the step whose mean is there."""
+        if self._update.moved is not None:
+            self._update.finish()
+            self.consume()
+            self.steps, self._update.moved = self._update.moved, None
+
+    def give_up(self) -> None:
+        """Everything as before the first draw of the step; as after it where the mean has moved."""
+        self.interrupts.hold()
+        if self._update.moved is None:
+            self._update.undo()
+            self._weights.end()
+            self._weights.set_generator_states(self._generators_before)
+            self._running.restore(all_layers=True)
+            self.consume()
+        self._finish()
+        self.interrupts.release()
+
+    def drop(self) -> None:
+        """Give up what is pending, and what it did to running statistics."""
+        self._running.restore()
+        self.consume()
+
+    def consume(self) -> None:
+        """Nothing is pending any more: `zero_grad` without its profiling, since it runs in every step."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self.accumulated = Accumulated(self._update.guard.deferred)
+        self._generators_before = []
+        self._running.forget()

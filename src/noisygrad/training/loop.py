@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from noisygrad.distributed import all_gather_object, processes
 from noisygrad.optim import NoisyOptimizer
-from noisygrad.optim.draw import seeds_of
+from noisygrad.optim.generators import seeds_of
 from noisygrad.posterior.faults import whole_number
 from noisygrad.posterior.inputs import Call, Inputs
 from noisygrad.training.batches import Data, LoaderBatches, TensorBatches

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from noisygrad.archive import clear_unfinished
 from noisygrad.distributed import processes
-from noisygrad.optim.draw import BETWEEN_RANKS
+from noisygrad.optim.generators import BETWEEN_RANKS
 from noisygrad.training.history import EpochRecord, History
 from noisygrad.training.loop import train
 from noisygrad_paper.data.images import Images, load_images, load_out_of_distribution, subset
