@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from noisygrad.curvature.capture import Capture
 from noisygrad.distributed import GradientReduction, Ranks
 from noisygrad.kernels.factorisation import capturing
 from noisygrad.likelihoods import Likelihood
-from noisygrad.optim.accumulated import Accumulated, GradientWatch
+from noisygrad.optim.accumulated import Accumulated, GradientWatch, Scaling
 from noisygrad.optim.draw import Draw, DrawnWeights, Interrupts
 from noisygrad.optim.execution import DeviceScalars, Executor
 from noisygrad.optim.finite import FiniteGuard, RunningStatistics
@@ -37,25 +37,6 @@ class ParamGroups:
     def dampings(self) -> dict[int, float]:
         """γ_ex of each param group, by the number that its blocks know it by."""
         return {number: group["damping"] for number, group in zip(self.numbers, self.settings, strict=True)}
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """What a GradScaler says of the gradients: the scale they have, and whether one of them is infinite."""
-
-    scale: Tensor | None = None
-    found_inf: Tensor | None = None
-
-    @classmethod
-    def of(cls, told: Mapping[str, Any], found: Accumulated) -> Self:
-        """From the attributes that a GradScaler sets; raises where it has unscaled gradients and nobody said so."""
-        if found.unscaled is None and "grad_scale" in told and told["grad_scale"] is None:
-            raise RuntimeError(
-                "a GradScaler has unscaled the gradients, so the factor that the losses were scaled by is not known "
-                "any more: call optimizer.unscale_(scaler) in place of scaler.unscale_(optimizer), then clip. Where a "
-                "framework unscales by itself, bound the step by kl_clip and let it leave the gradients as they are"
-            )
-        return cls(told.get("grad_scale"), told.get("found_inf"))
 
 
 @dataclass(kw_only=True)
@@ -131,24 +112,22 @@ class Update:
             if isinstance(weight, Tensor):
                 weight = scalars.weight.copy_(weight)
             if self._is_plain(step, found, scaling):
-                key = self.replay_key() if isinstance(weight, float) else (self.replay_key(), "weighted")
-                work = lambda: self._move(  # noqa: E731
-                    scalars.groups, scalars.clip, self._watched(found, scalars.loss, scaling, weight)
-                )
-                self._run("step", key, work)
+                watch = partial(self._watched, found, scalars.loss, scaling, weight)
+                work = lambda: self._move(scalars.groups, scalars.clip, watch())  # noqa: E731
+                self._run("step", work, *(["weighted"] if isinstance(weight, Tensor) else []))
                 return
             mask = self._watch_and_measure(step, found, scaling, weight, scalars.rate, between)
             assert mask is not None
             scalars.mask.copy_(mask)
             work = lambda: self._move(scalars.groups, scalars.clip, scalars.mask)  # noqa: E731
-            self._run("move", self.replay_key(), work)
+            self._run("move", work)
         else:
             mask = self._watch_and_measure(step, found, scaling, float(weight), 1.0 - decay, between)
             self._move(self.groups.settings, clip, mask, fisher=True)
 
-    def _run(self, name: str, key: tuple[Any, ...], work: Callable[[], None]) -> None:
+    def _run(self, name: str, work: Callable[[], None], *kind: str) -> None:
         """The move of the mean, perhaps as a recorded graph that writes the parameters too."""
-        self.executor.run(name, key, work)
+        self.executor.run(name, (*self.replay_key(), *kind), work)
         self.weights.stale = False
         self.moved = self._number
 
@@ -322,7 +301,6 @@ class Transaction:
 
     def begin_draw(self, with_statistics: bool) -> tuple[Draw, Capture | None]:
         """A draw, with the layers recorded where statistics are due."""
-        self.watch.check(self.accumulated.draws)
         due = with_statistics and self._update.options.stats_due(self.steps + 1)
         capture = self._capture if due else None
         draw = Draw(partial(self._loss, capture), lambda: self.accumulated.pending)
