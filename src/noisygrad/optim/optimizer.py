@@ -231,7 +231,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         """
         if self.transaction.in_closure:
             return
-        if self.weights.current is not None and self.weights.current.has_loss:
+        if self.transaction.is_drawing() and self.weights.current is not None and self.weights.current.has_loss:
             raise RuntimeError(
                 "zero_grad() inside sampled() would drop what the loss has left for the step. Take it out: step() "
                 "consumes gradients, so that none is needed; to give up earlier draws, call it before sampled()"
