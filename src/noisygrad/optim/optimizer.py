@@ -24,7 +24,7 @@ from noisygrad.likelihoods import Likelihood
 from noisygrad.optim.assembly import assemble
 from noisygrad.optim.draw import Draw, Drawing
 from noisygrad.optim.measurement import Accumulated, Closure
-from noisygrad.optim.options import FisherPass, GroupPatterns, Options, Schedule, check_arguments, check_rates
+from noisygrad.optim.options import FisherPass, GroupPatterns, Options, Schedule, check_arguments, check_groups
 from noisygrad.optim.state import OptimizerState, blocks_of_parameters
 from noisygrad.optim.update import ParamGroups, Scaling, Transaction
 from noisygrad.posterior.coverage import Coverage
@@ -218,10 +218,10 @@ class NoisyOptimizer(torch.optim.Optimizer):
         return loss
 
     def check_still_valid(self) -> None:
-        """Raise if a parameter was frozen, or a learning rate made senseless, since the optimiser was made."""
+        """Raise if a parameter was frozen, or a param group given senseless numbers, since the optimiser was made."""
         if not all(parameter.requires_grad for parameter in self.structure.parameters.values()):
             self.structure.check_trainable()
-        check_rates(self.param_groups)
+        check_groups(self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients and everything pending from draws since the last step.
