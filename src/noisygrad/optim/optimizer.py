@@ -25,7 +25,7 @@ from noisygrad.optim.accumulated import Accumulated, Scaling
 from noisygrad.optim.assembly import assemble
 from noisygrad.optim.draw import Draw, Drawing
 from noisygrad.optim.measurement import Closure, unpacked
-from noisygrad.optim.options import FisherPass, GroupPatterns, Options, Schedule, check_arguments, check_rates
+from noisygrad.optim.options import FisherPass, GroupPatterns, Options, Schedule, check_arguments, check_groups
 from noisygrad.optim.state import OptimizerState, blocks_of_parameters
 from noisygrad.optim.update import ParamGroups, Transaction
 from noisygrad.posterior.coverage import Coverage
@@ -232,11 +232,11 @@ class NoisyOptimizer(torch.optim.Optimizer):
         return loss
 
     def check_still_valid(self) -> None:
-        """Raise if the model's parameters are others, or a learning rate is senseless, since the optimiser was made."""
+        """Raise if the model's parameters are others, or a param group has senseless numbers, since construction."""
         if self._parts.changed():
             self.structure.check_unchanged(self.model)
             self._parts.accept()
-        check_rates(self.param_groups)
+        check_groups(self.param_groups)
 
     def unscale_(self, scaler: torch.amp.GradScaler) -> None:
         """`scaler.unscale_(optimizer)`, to be called in its place: so the step knows what gradients lack."""
@@ -250,7 +250,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         """
         if self.transaction.in_closure:
             return
-        if self.weights.current is not None and self.weights.current.has_loss:
+        if self.transaction.is_drawing() and self.weights.current is not None and self.weights.current.has_loss:
             raise RuntimeError(
                 "zero_grad() inside sampled() would drop what the loss has left for the step. Take it out: step() "
                 "consumes gradients, so that none is needed; to give up earlier draws, call it before sampled()"
