@@ -314,11 +314,13 @@ def test_an_exception_thrown_into_another_thread(form):
 
     for _ in range(40):
         before, states = snapshot(twin), [generator.get_state() for generator in twin.generators]
+        start = time.perf_counter()
         take_step(twin, models[1], data[1], form)
+        seconds = time.perf_counter() - start
         after = snapshot(twin)
         thread = threading.Thread(target=work)
         thread.start()
-        time.sleep(rng.random() * 0.004)
+        time.sleep(rng.random() * 3 * seconds)
         thrown_into(thread, StopError)
         thread.join()
         optimizer.zero_grad()  # it may have come between the draw and the step

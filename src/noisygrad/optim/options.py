@@ -218,7 +218,7 @@ def _rate(lr: Any) -> Any:
         return lr
     if lr.dim() or not lr.is_floating_point():
         raise ValueError(
-            f"lr must be a number or a floating tensor without dimensions, got one of {lr.dtype}, {[*lr.shape]}"
+            f"lr must be a number or a floating tensor without dimensions, got a {lr.dtype} of shape {[*lr.shape]}"
         )
     return lr.item() if lr.device.type == "cpu" else 0.0
 
