@@ -296,6 +296,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         """Continue from a `state_dict`; raises before anything changes if it is of another family or model."""
         self.steps = self._state().load(state_dict, self.param_groups)
         self.transaction.consume()
+        self.guard.divergence.restart()
 
     def _state(self) -> OptimizerState:
         return OptimizerState(

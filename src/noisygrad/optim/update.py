@@ -143,16 +143,18 @@ class Update:
         decay, clip = self.options.decay_at(step), self.options.clip_at(step)
         found.sum_over(self.ranks, self.algorithm.covariance.statistics)
         self.gradient.read_gradients_()
+        loss = found.mean_loss()
         if self.executor.deferred:
             # As tensors, so that a step that is recorded now reads the numbers of the step that replays it.
             scalars = self.scalars
             scalars.set(self.groups.settings, clip, 1.0 - decay)
-            if (loss := found.mean_loss()) is not None:
+            if loss is not None:
                 scalars.loss.copy_(loss)
             if self._is_plain(step, found, scaling):
-                work = lambda: self._move(scalars.groups, scalars.clip, self._watched(found, scalars.loss, scaling))  # noqa: E731
-                self._run(step, "step", work)
+                self._run(step, "step", lambda: self._watch_and_move(step, found, scaling))
                 return
+            if loss is not None:
+                self.guard.divergence.add(step, scalars.loss)
             mask = self._watch_and_measure(step, found, scaling, scalars.rate, between)
             assert mask is not None
             scalars.mask.copy_(mask)
@@ -161,6 +163,8 @@ class Update:
         else:
             mask = self._watch_and_measure(step, found, scaling, 1.0 - decay, between)
             self._written = self._next(self.groups.settings, clip, mask)
+            if loss is not None:
+                self.guard.divergence.add(step, loss, self._written[1][-len(self.groups.parts) :])
             if self._fisher.prepared is not None:
                 self._written[0].extend(self._fisher.prepared[0])
                 self._written[1].extend(self._fisher.prepared[1])
@@ -194,6 +198,7 @@ class Update:
         if self.options.factors_due(step):
             self.guard.check()
             if not capturing():  # nothing can fail where nothing is looked at
+                self.guard.divergence.look(step)
                 self._ways_back.append(self._fisher.backup().restore)
             self._fisher.commit_()
             self._ways_back.append(back := self.algorithm.covariance.way_back())
@@ -225,6 +230,11 @@ class Update:
     def _next(self, settings: Sequence[Mapping[str, Any]], clip: float | Tensor | None, mask: Tensor | None) -> Written:
         groups = list(zip(settings, self.groups.parts, strict=True))
         return self.algorithm.next(self.gradient.flat, groups, clip=clip, mask=mask)[0]
+
+    def _watch_and_move(self, step: int, found: Accumulated, scaling: Scaling) -> None:
+        self.guard.divergence.add(step, self.scalars.loss)
+        mask = self._watched(found, self.scalars.loss, scaling)
+        self._move(self.scalars.groups, self.scalars.clip, mask)
 
     def _move(self, settings: Sequence[Mapping[str, Any]], clip: float | Tensor | None, mask: Tensor | None) -> None:
         write_(self._next(settings, clip, mask))
