@@ -11,7 +11,7 @@ from noisygrad.distributed import Ranks
 from noisygrad.likelihoods import Likelihood
 from noisygrad.optim import execution
 from noisygrad.optim.draw import DrawnWeights
-from noisygrad.optim.finite import FiniteGuard, RunningStatistics
+from noisygrad.optim.finite import DivergenceWatch, FiniteGuard, RunningStatistics
 from noisygrad.optim.generators import make_generators
 from noisygrad.optim.measurement import BatchMeasurement
 from noisygrad.optim.options import Options
@@ -61,7 +61,10 @@ def assemble(
     generators = make_generators(seed, count, device, ranks, same_draw=same_draw)
     weights = DrawnWeights(structure, views, mean, algorithm, generators=generators, executor=executor)
     running = RunningStatistics(model, device)
-    guard = FiniteGuard(structure, covariance.statistics, running, deferred=executor.deferred, device=device)
+    divergence = DivergenceWatch(mean.flat, deferred=executor.deferred)
+    guard = FiniteGuard(
+        structure, covariance.statistics, running, divergence, deferred=executor.deferred, device=device
+    )
     measurement = BatchMeasurement(
         model=model,
         structure=structure,

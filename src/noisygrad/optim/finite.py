@@ -1,6 +1,7 @@
 """Steps that are not finite: refused at once on a CPU, masked on a GPU and reported at the next refresh.
 
-A refused batch has already changed the running statistics of norm layers: they are taken back.
+A refused batch has already changed the running statistics of norm layers: they are taken back. Weights that grow while
+the loss rises are warned of before it comes to that.
 """
 
 from __future__ import annotations
@@ -14,8 +15,16 @@ from torch import Tensor, nn
 
 from noisygrad.curvature.passes import Pass
 from noisygrad.families.base import Statistics
+from noisygrad.optim.user_warning import warn_user
 from noisygrad.posterior.faults import format_names
 from noisygrad.posterior.structure import Structure
+
+AT_ONCE = 10
+"""This many losses are averaged, for their noise."""
+GROWN = 10.0
+"""In ordinary trainings weights were seen to double while the loss was high."""
+SMALL = 0.1
+"""From a start with smaller weights than usual they may grow to this."""
 
 
 class NonFiniteError(ArithmeticError):
@@ -90,6 +99,90 @@ class RunningStatistics:
         ]
 
 
+class DivergenceWatch:
+    """Warns, once, when weights have grown tenfold since the loss was lowest, and the loss is clearly worse.
+
+    While the loss falls weights may grow as far as they like: from a small start, or to targets of another scale. A CPU
+    looks in every step, a GPU where the factors are refreshed.
+    """
+
+    def __init__(self, mean: Tensor, *, deferred: bool) -> None:
+        self._mean, self._deferred = mean, deferred
+        self._sums = mean.new_zeros(3)
+        """Of a GPU's losses since the last look: how many, their sum, the sum of their squares."""
+        self.restart()
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Forget what was seen: the weights are others now."""
+        self._sums.zero_()
+        self._losses: list[float] = []
+        self._lowest, self._lowest_at, self._high = math.inf, 0, math.inf
+        self._warned = False
+        self._largest = self._largest_now()
+
+    def _largest_now(self) -> float:
+        return float(self._mean.abs().max())
+
+    def add(self, step: int, loss: Tensor, moved: Sequence[Tensor] = ()) -> None:
+        """The loss of a step, and the mean that it leads to; what is done to a GPU's can be recorded."""
+        if self._deferred:
+            one = torch.ones_like(self._sums[0])
+            powers = torch.stack([one, loss.to(one.dtype), loss.to(one.dtype).square()])
+            self._sums.add_(torch.where(powers[2].isfinite(), powers, 0.0))
+            return
+        value = loss.item()
+        if value > self._high:
+            self._compare(step, value, moved)
+        self._losses.append(value)
+        if len(self._losses) == AT_ONCE:
+            found, self._losses = self._losses, []
+            self._average(step, AT_ONCE, sum(found), sum(value * value for value in found))
+
+    def look(self, step: int) -> None:
+        """At what a GPU has added since the last time; waits for it."""
+        if self._deferred:
+            count, total, squares = self._sums.tolist()
+            self._sums.zero_()
+            if count:
+                self._average(step, int(count), total, squares)
+                if total / count > self._high:
+                    self._compare(step, total / count)
+
+    def _average(self, step: int, count: int, total: float, squares: float) -> None:
+        """See whether the mean of some losses is the lowest; twice it, and five deviations more than it, is high."""
+        mean = total / count
+        if mean < self._lowest:
+            self._largest = self._largest_now() if self._lowest < math.inf else max(self._largest, self._largest_now())
+            self._lowest, self._lowest_at = mean, step
+            deviation = math.sqrt(max(0.0, squares / count - mean * mean))
+            self._high = mean + max(1.0, abs(mean), 5.0 * deviation)
+
+    def _compare(self, step: int, loss: float, moved: Sequence[Tensor] = ()) -> None:
+        """With a high loss weights should not be larger than they were."""
+        largest = max([self._largest_now(), *(float(part.abs().max()) for part in moved)])
+        if self._warned or not self._grown(largest):
+            return
+        self._warned = True
+        warn_user(
+            f"the training seems to diverge: from step {self._lowest_at} to {step} the loss has risen from "
+            f"{self._lowest:.3g} to {loss:.3g} and the largest weight from {self._largest:.3g} to {largest:.3g}. Lower "
+            "lr, set kl_clip (1e-3 is a good start) or raise damping; scale inputs and targets, and look for outliers"
+        )
+
+    def _grown(self, largest: float) -> bool:
+        return not largest <= GROWN * max(self._largest, SMALL)
+
+    def said(self) -> str:
+        """What to add to the news that the mean is as it was, where it is too large already."""
+        if not self._grown(largest := self._largest_now()):
+            return ""
+        return (
+            f". But the largest weight had grown from {self._largest:.3g} (step {self._lowest_at}) to {largest:.3g} "
+            "before: the training has diverged, and should go on from an earlier state"
+        )
+
+
 class FiniteGuard:
     """Watches gradient and statistics; remembers on the device which of them went bad."""
 
@@ -98,12 +191,13 @@ class FiniteGuard:
         structure: Structure,
         statistics: Mapping[str, Statistics],
         running: RunningStatistics,
+        divergence: DivergenceWatch,
         *,
         deferred: bool,
         device: torch.device,
     ) -> None:
         self._structure = structure
-        self._running = running
+        self._running, self.divergence = running, divergence
         self.deferred, self._device = deferred, device
         self._owners = [name for block in structure.blocks for name, _ in block.pieces(statistics[block.name])]
         self._counts = {block.name: len(block.pieces(statistics[block.name])) for block in structure.blocks}
@@ -209,7 +303,8 @@ class FiniteGuard:
         buffers = self._running.nonfinite_buffers()
         reset = f". But {format_names(buffers)} took bad numbers from the batch: reset them" if buffers else ""
         raise NonFiniteError(
-            f"a loss or gradient was NaN or infinite: {where}. Mean, Fisher and step count are as they were. "
+            f"a loss or gradient was NaN or infinite: {where}. Mean, Fisher and step count are as they were"
+            f"{self.divergence.said()}. "
             f"Look for bad inputs, lower lr, set kl_clip (1e-3 is a good start) or raise damping{reset}"
         )
 

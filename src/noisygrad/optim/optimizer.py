@@ -316,6 +316,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         """Continue from a `state_dict`; raises before anything changes if it is of another family or model."""
         self.steps = self._state.load(state_dict, self.param_groups)
         self.transaction.consume()
+        self.guard.divergence.restart()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not supported after construction: the posterior's blocks are fixed then. Use `groups`."""

@@ -107,19 +107,21 @@ class Update:
             scaling = self._share(step, found, scaling)
         found.check_weight()
         weight = found.weight
+        loss = found.mean_loss()
         if self.executor.deferred:
             # As tensors, so that a step that is recorded now reads the numbers of the step that replays it.
             scalars = self.scalars
             scalars.set(self.groups.settings, clip, 1.0 - decay)
-            if (loss := found.mean_loss()) is not None:
+            if loss is not None:
                 scalars.loss.copy_(loss)
             if isinstance(weight, Tensor):
                 weight = scalars.weight.copy_(weight)
             if self._is_plain(step, found, scaling):
-                watch = partial(self._watched, found, scalars.loss, scaling, weight)
-                work = lambda: self._move(scalars.groups, scalars.clip, watch())  # noqa: E731
+                work = partial(self._watch_and_move, step, found, scaling, weight)
                 self._run(step, "step", work, *(["weighted"] if isinstance(weight, Tensor) else []))
                 return
+            if loss is not None:
+                self.guard.divergence.add(step, scalars.loss)
             mask = self._watch_and_measure(step, found, scaling, weight, scalars.rate, between)
             assert mask is not None
             scalars.mask.copy_(mask)
@@ -128,6 +130,8 @@ class Update:
         else:
             mask = self._watch_and_measure(step, found, scaling, float(weight), 1.0 - decay, between)
             self._written = self._next(self.groups.settings, clip, mask)
+            if loss is not None:
+                self.guard.divergence.add(step, loss, self._written[1][-len(self.groups.parts) :])
             if self._fisher.prepared is not None:
                 self._written[0].extend(self._fisher.prepared[0])
                 self._written[1].extend(self._fisher.prepared[1])
@@ -187,6 +191,7 @@ class Update:
         if self.options.factors_due(step):
             self.guard.check()
             if not capturing():  # nothing can fail where nothing is looked at
+                self.guard.divergence.look(step)
                 self._ways_back.append(self._fisher.backup().restore)
             self._fisher.commit_()
             self._ways_back.append(back := self.algorithm.covariance.way_back())
@@ -221,6 +226,11 @@ class Update:
     def _next(self, settings: Sequence[Mapping[str, Any]], clip: float | Tensor | None, mask: Tensor | None) -> Written:
         groups = list(zip(settings, self.groups.parts, strict=True))
         return self.algorithm.next(self.gradient.flat, groups, clip=clip, mask=mask)[0]
+
+    def _watch_and_move(self, step: int, found: Accumulated, scaling: Scaling, weight: float | Tensor) -> None:
+        self.guard.divergence.add(step, self.scalars.loss)
+        mask = self._watched(found, self.scalars.loss, scaling, weight)
+        self._move(self.scalars.groups, self.scalars.clip, mask)
 
     def _move(self, settings: Sequence[Mapping[str, Any]], clip: float | Tensor | None, mask: Tensor | None) -> None:
         write_(self._next(settings, clip, mask))
