@@ -193,3 +193,30 @@ def test_what_is_not_a_state_is_refused(spoil):
     with pytest.raises(ValueError, match="state"):
         optimizer.load_state_dict(state)
     assert_unchanged(before, optimizer)
+
+
+def test_a_tensor_of_another_shape_for_the_learning_rate_is_refused():
+    optimizer = make(ng.NoisyAdam, mlp(), lr=torch.tensor(0.05))
+    state, before = optimizer.state_dict(), snapshot(optimizer)
+    state["param_groups"][0]["lr"] = torch.tensor([0.05])
+    with pytest.raises(ValueError, match=r"lr of the state's param groups has the shape \[1\]"):
+        optimizer.load_state_dict(state)
+    assert_unchanged(before, optimizer)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@each_optimizer
+def test_every_tensor_of_a_state_must_be_finite(kind, value):
+    model = mlp()
+    optimizer = make(kind, model)
+    train(optimizer, model, batches(2))
+    state, before = optimizer.state_dict(), snapshot(optimizer)
+    for tensor in (*tensors_of(state).values(), *state["likelihood"].values()):
+        if tensor.is_floating_point():
+            kept = tensor.clone()
+            tensor.fill_(value)
+            with pytest.raises(ValueError, match="state"):
+                optimizer.load_state_dict(state)
+            tensor.copy_(kept)
+            assert_unchanged(before, optimizer)
+    optimizer.load_state_dict(state)

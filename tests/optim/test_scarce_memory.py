@@ -100,3 +100,26 @@ def test_libraries_say_it_in_their_own_words(error: str, helps: bool) -> None:
     else:
         with pytest.raises(RuntimeError, match="cannot be multiplied"):
             optimizer.step(lambda: (model(x), x[:, :1]))
+
+
+def test_out_of_memory_in_the_backward_pass_of_a_fresh_one_halves_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer examples to square are no help there: the gradients of activations are as large as the batch."""
+    from noisygrad.optim import measurement
+
+    real, tried = measurement.fisher_passes, []
+
+    def scarce(kind: object, likelihood: object, output: Tensor, *rest: object, **more: object) -> object:
+        tried.append(len(output))
+        if len(output) > 4:
+            raise torch.OutOfMemoryError("no memory for so many")
+        return real(kind, likelihood, output, *rest, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(measurement, "fisher_passes", scarce)
+    model = ng.networks.MLP(3, (4,), 1)
+    optimizer = ng.NoisyKFAC(model, ng.Gaussian(), num_data=50, stats_every=1, fisher_pass="fresh")
+    x, y = torch.randn(16, 3), torch.randn(16, 1)
+    with pytest.warns(UserWarning, match="4 examples"):
+        optimizer.step(lambda: (model(x), y))
+    optimizer.step(lambda: (model(x), y))
+    assert tried == [16, 8, 4, 4]
+    assert (optimizer.measurement.forward_limit, optimizer.measurement.statistics_limit) == (4, None)

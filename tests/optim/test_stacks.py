@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -210,6 +211,21 @@ def test_a_stack_that_needs_repair_is_made_block_by_block(monkeypatch):
         for mine, theirs in ((kept.stepper, right.stepper), (kept.sampler, right.sampler)):
             for name, tensor in theirs.tensors().items():
                 assert torch.equal(mine.tensors()[name], tensor)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_damping_that_is_lost_in_rounding_is_told_of_once_with_the_layers_name(stacked, monkeypatch):
+    optimizer = trained(monkeypatch, stacked, damping=0.1, noise=True)
+    optimizer.covariance.statistics["9"].outputs.fill_(1e40)  # of rank 1
+    with pytest.warns(RuntimeWarning) as told:
+        optimizer.covariance.refresh_({0: 0.1})
+    assert [str(one.message).split(": ")[0] for one in told] == ["layer 9"]
+    assert "lost in the rounding of its torch.float64 entries" in str(told[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.covariance.refresh_({0: 0.1})
+    with pytest.warns(RuntimeWarning, match="^layer 9: "):  # it hands its damping out
+        optimizer.posterior().kl()
 
 
 def named(optimizer: ng.NoisyKFAC, block) -> list[tuple[str, Tensor]]:

@@ -1,8 +1,8 @@
 """Training that is interrupted by real signals at random moments: `python tests/support/interrupted.py --number 10000`.
 
-After each interrupt everything that an optimiser knows, with parameters and buffers, is compared bit for bit
-with what it was before the step and with what it is after the step of a twin that nobody interrupts. Then training goes
-on, and must end in that state.
+After each interrupt all that an optimiser knows, with the model's parameters and buffers, is compared bit for bit with
+what it was before the step and with what it is after the step of a twin that nobody interrupts. Then training goes on,
+and must end in that state.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import argparse
 import collections
 import contextlib
 import itertools
-import os
 import random
 import signal
 import subprocess
@@ -30,6 +29,7 @@ from support.compare import OPTIMIZERS, differences, snapshot
 
 FORMS = ("closure", "several draws of a closure", "contexts", "accumulation", "a fresh pass", "a loss")
 SIZES = ("small", "medium")
+LATE = "(too late)"
 HELPER = """
 import os, sys, time
 for line in sys.stdin:
@@ -146,11 +146,17 @@ class Count:
     found: collections.Counter[str] = field(default_factory=collections.Counter)
     faults: list[str] = field(default_factory=list)
 
+    @property
+    def inside(self) -> int:
+        """How many came while a step was made."""
+        return sum(self.found.values()) - self.found[LATE] - self.found["another way"] - self.found["stuck"]
+
     def add(self, ending: str, fault: str = "") -> None:
         """Count one."""
         self.found[ending] += 1
         if fault:
             self.faults.append(f"{ending}: {fault}")
+            print(self.faults[-1], file=sys.stderr, flush=True)
 
 
 def interrupt(case: Case, twin: Case, number: int, send: Callable[[float], None], span: float, count: Count) -> float:
@@ -175,7 +181,7 @@ def interrupt(case: Case, twin: Case, number: int, send: Callable[[float], None]
     if left:
         count.add("left behind", f"{case.kind.__name__}, {case.form}: {left}")
     elif not from_after:
-        count.add("after the step" if done else "as after the step")
+        count.add(LATE if done else "as after the step")
     elif not from_before and not pending:
         count.add("as before the step")
     elif pending and all("generators" in name or "running" in name or "num_batches" in name for name in from_before):
@@ -195,19 +201,23 @@ def interrupt(case: Case, twin: Case, number: int, send: Callable[[float], None]
 
 
 def interrupted(case: Callable[[], Case], number: int, *, by_process: bool, count: Count) -> None:
-    """Interrupt a training this many times."""
-    trained, twin = case(), case()
+    """Interrupt steps of a training this many times: signals that come after a step do not count."""
+    times: collections.deque[float] = collections.deque([0.005], maxlen=20)
+    wanted, faults = count.inside + number, -1
     with warnings.catch_warnings(), sender(by_process=by_process) as made:
         warnings.simplefilter("ignore")
-        for step in range(8):  # what a first step prepares
-            trained.iterate(step)
-            twin.iterate(step)
-        times: collections.deque[float] = collections.deque([0.005], maxlen=20)
-        for step in range(8, 8 + number):
-            span = 1.2 * sorted(times)[len(times) // 2]
-            times.append(interrupt(trained, twin, step, made.after, span, count))
-            if count.faults:
-                trained, twin = case(), case()
+        while count.inside < wanted:
+            if faults != len(count.faults):
+                faults = len(count.faults)
+                torch.set_grad_enabled(True)
+                trained, twin, step = case(), case(), 0
+            if step < 8:  # what a first step prepares
+                trained.iterate(step)
+                twin.iterate(step)
+            else:
+                span = 1.1 * sorted(times)[len(times) // 2]
+                times.append(interrupt(trained, twin, step, made.after, span, count))
+            step += 1
 
 
 def main() -> None:
@@ -224,10 +234,10 @@ def main() -> None:
         number = arguments.number // len(cases) + (index < arguments.number % len(cases))
         interrupted(lambda k=kind, f=form, s=size: Case(k, f, s), number, by_process=by_process, count=total)  # type: ignore[misc]
         print(f"{index + 1} of {len(cases)}: {dict(total.found)}", file=sys.stderr, flush=True)
+    print(f"{total.inside:7} interrupts of steps")
     for ending, number in total.found.most_common():
         print(f"{number:7} {ending}")
-    print("\n".join(total.faults[:40]))
-    os._exit(bool(total.faults))
+    sys.exit(bool(total.faults))
 
 
 if __name__ == "__main__":

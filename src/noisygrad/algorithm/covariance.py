@@ -16,11 +16,11 @@ from noisygrad.algorithm.stacks import Stack, Stacks, can_stack
 from noisygrad.distributed import Ranks
 from noisygrad.families import packed
 from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
-from noisygrad.kernels.factorisation import FactorisationError, capturing, deferred, unchecked
+from noisygrad.kernels.factorisation import FactorisationError, capturing, deferred, repairs, unchecked
 from noisygrad.kernels.switches import full_precision
 from noisygrad.kernels.tensors import Backup
 from noisygrad.posterior.blocks import Block
-from noisygrad.posterior.faults import named_error
+from noisygrad.posterior.faults import named_error, warn_repaired
 
 
 class Covariance:
@@ -64,6 +64,7 @@ class Covariance:
         self._ranks = Ranks.alone() if ranks is None else ranks
         self._owners = self._ranks.share_out([block.family.cost(block.units) for block in self.blocks])
         self._device = self.fisher.moments.device
+        self._told: set[str] = set()
         self._diagonal = self._diagonal_prior()
 
     # ---------------------------------------------------------------- the prior
@@ -198,10 +199,14 @@ class Covariance:
         """What there is to replace a block's factors, after its basis, if it has one, was rebuilt in place."""
         statistics, prior = self.statistics[block.name], self.priors[block.name]
         try:
-            statistics.refresh_basis_(prior)
-            return self._of(statistics.unpacked(), prior, block, damping)
+            with repairs() as found:
+                statistics.refresh_basis_(prior)
+                new = self._of(statistics.unpacked(), prior, block, damping)
         except FactorisationError as error:
             raise named_error(error, block.units) from error
+        if found:
+            warn_repaired(found, block.units, self._told)
+        return new
 
     def _of(
         self, statistics: Statistics, prior: Prior, block: Block, damping: float, *, together: bool = False

@@ -33,6 +33,7 @@ class FisherAverage:
         self.blocks = list(blocks)
         identities = {b.name: packed.pack_statistics(b.family.identity(priors[b.name])) for b in self.blocks}
         self.moments, self.statistics = _joined(identities)
+        self._averages = [tensor for b in self.blocks for tensor in self.statistics[b.name].averages().values()]
         self.updates = self.moments.new_zeros(1)
         """k, the same for all blocks: one that no example has used is measured, too, as 0."""
         self.bulky = self.moments.numel() > 2 * sum(block.size for block in self.blocks)
@@ -54,11 +55,10 @@ class FisherAverage:
         if self._floor:
             for record in measured.values():
                 record.add_floor_(self._floor)
-        old = [tensor for b in self.blocks for tensor in self.statistics[b.name].averages().values()]
         new = [tensor for b in self.blocks for tensor in measured[b.name].averages().values()]
         updates = self.updates + (1.0 if mask is None else mask)
-        average_into_(new, old, self._rate(updates, rate, mask), mask)
-        self.prepared = [self.updates, *old], [updates, *new]
+        average_into_(new, self._averages, self._rate(updates, rate, mask), mask)
+        self.prepared = [self.updates, *self._averages], [updates, *new]
 
     def commit_(self) -> None:
         """F̄ becomes what was prepared, if anything was."""

@@ -70,12 +70,19 @@ class NoisyNaturalGradient:
         self.covariance.fisher.update_(measured, rate, mask=mask)
 
     def move_(
-        self, gradient: Tensor, groups: Groups, *, clip: float | Tensor | None = None, mask: Tensor | None = None
+        self,
+        gradient: Tensor,
+        groups: Groups,
+        *,
+        clip: float | Tensor | None = None,
+        mask: Tensor | None = None,
+        fisher: bool = False,
     ) -> Tensor | None:
         """M ← M − α̃ (P + γ_ex I)⁻¹ m̂, shortened to the trust region; a mask of 0 leaves everything as it was.
 
-        The mean and what the momentum keeps are computed aside and written by one operation. The gradient's memory is
-        used. Returns the factor by which the trust region shortened the step, `[*replicas, 1]`; None without one.
+        The mean and what the momentum keeps are computed aside and written by one operation, with the Fisher if it was
+        prepared and is to be. The gradient's memory is used. Returns the factor by which the trust region shortened the
+        step, `[*replicas, 1]`; None without one.
         """
         self.momentum.taken()  # which a step that failed may have left
         gradient = self.momentum.of_gradient(gradient, groups, mask)
@@ -86,6 +93,9 @@ class NoisyNaturalGradient:
             step = scale_unless_one_(step, factor)
         step = self.momentum.of_step(step, groups, mask)
         old, new = self.momentum.taken()
+        if fisher and self.covariance.fisher.prepared is not None:
+            old += self.covariance.fisher.prepared[0]
+            new += self.covariance.fisher.prepared[1]
         for group, part in groups:
             lr, mean = group["lr"], _of(self.mean, part)
             if mask is None and not isinstance(lr, Tensor):
@@ -122,16 +132,17 @@ class Momentum:
         self.weight = like.new_zeros(groups)
         """1 − β₁ᵏ of each param group, kept as a recursion so that a captured graph counts by itself."""
         self._one = like.new_ones(1)
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._kept: tuple[list[Tensor], list[Tensor]] = [], []
 
     def keep(self, tensor: Tensor, new: Tensor) -> None:
         """Once the step is made, `tensor`, of this mode or a part of one, is to be what `new` is then."""
-        self._kept.append((tensor, new))
+        self._kept[0].append(tensor)
+        self._kept[1].append(new)
 
     def taken(self) -> tuple[list[Tensor], list[Tensor]]:
         """What there is to write: the tensors and what they are to be; then there is nothing more."""
-        kept, self._kept = self._kept, []
-        return [tensor for tensor, _ in kept], [new for _, new in kept]
+        kept, self._kept = self._kept, ([], [])
+        return kept
 
     def tensors(self) -> dict[str, Tensor]:
         """What a resumed training goes on with: every tensor among the attributes whose name has no underscore."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from noisygrad.families import base, factors
 from noisygrad.families.factors import in_eigenbasis
-from noisygrad.kernels.factorisation import FactorisationError, inverse_root, rounding_floor, symmetric_eigh
+from noisygrad.kernels.factorisation import Bound, FactorisationError, inverse_root, rounding_floor, symmetric_eigh
 from noisygrad.kernels.products import between
 
 
@@ -81,8 +81,9 @@ class Prior(Blocks, base.Prior):
         # Not a field: it is derived, and neither saved nor copied. The prior is multiplied with at every step.
         known: Precision | None = self.__dict__.get("_factors")
         if known is None:
-            floors = [(rounding_floor(a), rounding_floor(s)) for a, s in zip(self.inputs, self.outputs, strict=True)]
-            known = self.__dict__["_factors"] = factorise_blocks(self, floors)
+            pairs = zip(self.inputs, self.outputs, strict=True)
+            bounds = [(Bound(rounding_floor(a)), Bound(rounding_floor(s))) for a, s in pairs]
+            known = self.__dict__["_factors"] = factorise_blocks(self, bounds)
         return known
 
 
@@ -206,13 +207,13 @@ class Precision(Blocks, base.Precision):
             raise RuntimeError("this Precision was stripped by drop_terms(); use the original for quad and to_dense")
 
 
-def factorise_blocks(blocks: Blocks, floors: Sequence[tuple[Tensor, Tensor]]) -> Precision:
+def factorise_blocks(blocks: Blocks, bounds: Sequence[tuple[Bound, Bound]]) -> Precision:
     """Ξ and Λ from damped blocks, by Cholesky and one `eigh` for each side of each coupling."""
     roots_a, roots_s, first = [], [], 0
-    for a, s, (floor_a, floor_s) in zip(blocks.inputs, blocks.outputs, floors, strict=True):
+    for a, s, (bound_a, bound_s) in zip(blocks.inputs, blocks.outputs, bounds, strict=True):
         try:
-            roots_a.append(inverse_root(a, floor_a))
-            roots_s.append(inverse_root(s, floor_s))
+            roots_a.append(inverse_root(a, *bound_a))
+            roots_s.append(inverse_root(s, *bound_s))
         except FactorisationError as error:
             error.weights = [first]
             raise

@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from noisygrad.families import base
-from noisygrad.kernels.factorisation import capturing, factorisation_error, inverse_root, rounding_floor
+from noisygrad.kernels.factorisation import Bound, capturing, factorisation_error, inverse_root, rounding_floor
 from noisygrad.kernels.products import between
-
-_LARGEST_PI = 1e8
 
 
 @dataclasses.dataclass
@@ -71,7 +69,7 @@ def identity(factor: Tensor, diagonal: bool) -> Tensor:
 
 @dataclasses.dataclass
 class DampedFactors:
-    """A^γ = cA·A + pA·Γ_A and S^γ = cS·S + pS·Γ_S, with the four coefficients and the least eigenvalues, `[...]`."""
+    """A^γ = cA·A + pA·Γ_A and S^γ = cS·S + pS·Γ_S, with the four coefficients, `[...]`, and what bounds each."""
 
     inputs: Tensor
     outputs: Tensor
@@ -79,16 +77,18 @@ class DampedFactors:
     fisher_outputs: Tensor
     prior_inputs: Tensor
     prior_outputs: Tensor
-    floor_inputs: Tensor
-    floor_outputs: Tensor
+    bound_inputs: Bound
+    bound_outputs: Bound
 
 
 def damped_factors(inputs: Tensor, outputs: Tensor, prior: Prior) -> DampedFactors:
-    """Equation (11) of the paper: add the prior to each factor, A^γ = A + πΓ_A and S^γ = S + Γ_S/π.
+    """Equation (11) of the paper: add the prior to each factor, (S + Γ_S/π) ⊗ (A + πΓ_A).
 
     π balances the traces, π² = (tr A / tr Γ_A) / (tr S / tr Γ_S), which for Γ = γI is the paper's: A + π'√γ I with
-    π'² = (tr A / dim A) / (tr S / dim S), however γ is divided between Γ_A and Γ_S. Where S ⊗ A = 0 (a dead layer) the
-    result is the prior. A 1×1 factor becomes 1, its value multiplied into the other factor: then the sum is exact.
+    π'² = (tr A / dim A) / (tr S / dim S), however γ is divided between Γ_A and Γ_S. It may be of any size, so it is
+    divided out of one factor and multiplied into the other: A^γ = A/π + Γ_A and S^γ = πS + Γ_S. Where S ⊗ A = 0 (a dead
+    layer) the result is the prior. A 1×1 factor becomes 1, its value multiplied into the other factor: then the sum is
+    exact.
     """
     a, s = _trace(inputs, False), _trace(outputs, False)
     prior_a, prior_s = _trace(prior.inputs, prior.diagonal), _trace(prior.outputs, prior.diagonal)
@@ -103,17 +103,18 @@ def damped_factors(inputs: Tensor, outputs: Tensor, prior: Prior) -> DampedFacto
     else:
         upper, lower = a.sqrt() * prior_s.sqrt(), s.sqrt() * prior_a.sqrt()
         balanced = alive & (upper > 0) & (lower > 0)
-        pi = (torch.where(balanced, upper, 1.0) / torch.where(balanced, lower, 1.0)).clamp(1 / _LARGEST_PI, _LARGEST_PI)
-        c_a = c_s = alive.to(a.dtype)
-        p_a, p_s = pi, 1.0 / pi
+        pi = torch.where(balanced, upper, 1.0) / torch.where(balanced, lower, 1.0)
+        c_a, c_s = alive / pi, alive * pi
+        p_a = p_s = torch.ones_like(pi)
     damped_a = _combine(c_a, inputs, p_a, prior.inputs, prior.diagonal)
     damped_s = _combine(c_s, outputs, p_s, prior.outputs, prior.diagonal)
     if outputs.shape[-1] == 1:
         damped_s = torch.ones_like(damped_s)
     elif inputs.shape[-1] == 1:
         damped_a = torch.ones_like(damped_a)
-    floor_a, floor_s = p_a * _floor(prior.inputs, prior.diagonal), p_s * _floor(prior.outputs, prior.diagonal)
-    return DampedFactors(damped_a, damped_s, c_a, c_s, p_a, p_s, floor_a, floor_s)
+    bound_a = _bound(c_a, inputs, p_a, prior.inputs, prior.diagonal)
+    bound_s = _bound(c_s, outputs, p_s, prior.outputs, prior.diagonal)
+    return DampedFactors(damped_a, damped_s, c_a, c_s, p_a, p_s, bound_a, bound_s)
 
 
 def _fisher_share(fisher: Tensor, prior: Tensor, alive: Tensor, diagonal: bool) -> Tensor:
@@ -171,8 +172,11 @@ def _trace(factor: Tensor, diagonal: bool) -> Tensor:
     return (factor if diagonal else factor.diagonal(dim1=-2, dim2=-1)).sum(-1)
 
 
-def _floor(factor: Tensor, diagonal: bool) -> Tensor:
-    return factor.amin(-1) if diagonal else rounding_floor(factor)
+def _bound(c: Tensor, factor: Tensor, p: Tensor, prior: Tensor, diagonal: bool) -> Bound:
+    """Of `_combine` of these. Of a prior that is a matrix no eigenvalue is known, so rounding is not looked at."""
+    if not diagonal:
+        return Bound(p * rounding_floor(prior))
+    return Bound(p * prior.amin(-1), lambda: _combine(c.double(), factor.double(), p.double(), prior.double(), True))
 
 
 def _combine(c: Tensor, factor: Tensor, p: Tensor, prior: Tensor, diagonal: bool) -> Tensor:

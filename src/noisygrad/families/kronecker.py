@@ -67,8 +67,8 @@ class Statistics(base.Statistics):
 
     def _factorise_factors(self, prior: Prior) -> Precision:
         damped = damped_factors(self.inputs, self.outputs, prior)
-        right, logdet_a = inverse_root(damped.inputs, damped.floor_inputs)
-        left, logdet_s = inverse_root(damped.outputs, damped.floor_outputs)
+        right, logdet_a = inverse_root(damped.inputs, *damped.bound_inputs)
+        left, logdet_s = inverse_root(damped.outputs, *damped.bound_outputs)
         return Precision(
             left=left,
             right=right,

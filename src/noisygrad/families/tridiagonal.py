@@ -19,6 +19,7 @@ from noisygrad.families.factors import damped_factors, identity
 from noisygrad.families.family import Family, Part, PrecisionOf, column_precisions, register_family
 from noisygrad.families.kronecker import KRONECKER
 from noisygrad.families.units import Span, Unit
+from noisygrad.kernels.factorisation import Bound
 from noisygrad.kernels.products import second_moment
 
 __all__ = ["TRIDIAGONAL", "Precision", "Prior", "Statistics", "Tridiagonal", "damp", "with_damping"]
@@ -34,12 +35,11 @@ class Statistics(Blocks, base.Statistics):
             raise ValueError(
                 'the block-tridiagonal family supports damping_mode="factored" only; use NoisyKFAC for exact damping'
             )
-        blocks, floors = damp(self, with_damping(prior, damping))
-        return factorise_blocks(blocks, floors)
+        return factorise_blocks(*damp(self, with_damping(prior, damping)))
 
 
-def damp(moments: Blocks, prior: Prior) -> tuple[Statistics, list[tuple[Tensor, Tensor]]]:
-    """Equation (11) for a chain: the damped blocks, and a floor of the eigenvalues of each (A_i, S_i).
+def damp(moments: Blocks, prior: Prior) -> tuple[Statistics, list[tuple[Bound, Bound]]]:
+    """Equation (11) for a chain: the damped blocks, and what bounds the eigenvalues of each (A_i, S_i).
 
     A layer's factors become c·A + p·Γ_A; a coupling becomes √(c_i c_{i+1}) Ax + √(p_i p_{i+1}) Γ_Ax. That is a
     congruence of the joint moments of each pair of layers, and of the prior's, so both stay positive semi-definite.
@@ -54,7 +54,7 @@ def damp(moments: Blocks, prior: Prior) -> tuple[Statistics, list[tuple[Tensor, 
         _couple((moments.cross_inputs, own_a), (prior.cross_inputs, prior_a)),
         _couple((moments.cross_outputs, own_s), (prior.cross_outputs, prior_s)),
     )
-    return blocks, [(f.floor_inputs, f.floor_outputs) for f in damped]
+    return blocks, [(f.bound_inputs, f.bound_outputs) for f in damped]
 
 
 def with_damping(prior: Prior, damping: float) -> Prior:

@@ -1,22 +1,27 @@
 """Square roots of damped matrices, which succeed or raise an error with the reason; nothing here returns NaN.
 
-Every matrix is a Fisher factor plus damping, so a lower bound of its eigenvalues (the *floor*) is known. Rounding in
-float32 can push the computed spectrum below that bound, with duplicate or constant columns of the data; eigenvalues are
-then raised to the bound.
+Every matrix is a Fisher factor plus damping, so a lower bound of its eigenvalues (the *floor*) is known. Where that is
+near the rounding of float32, the matrix is factorised in float64. Rounding can also push the computed spectrum below
+the floor, with duplicate or constant columns of the data; eigenvalues are then raised to it, with a warning.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from noisygrad.kernels.products import matmul
 from noisygrad.kernels.threads import INHERITED
+
+NEAR_ROUNDING = 64
+"""A floor below this many times ε‖A‖ (of Frobenius) is near rounding: down to it the inverse of a matrix in float32 has
+a relative error below a thousandth, as seen with up to 800 rows."""
 
 SMALL_TRIANGLE = {"cpu": 128, "cuda": 1024}
 """Up to this size a triangular matrix is inverted by one call."""
@@ -88,6 +93,25 @@ def deferred() -> Iterator[list[Tensor]]:
         INHERITED.failures = before
 
 
+class Bound(NamedTuple):
+    """A lower bound of a matrix's eigenvalues, `[...]`, and where rounding matters the matrix made in float64."""
+
+    floor: Tensor
+    exact: Callable[[], Tensor] | None = None
+
+
+@contextmanager
+def repairs() -> Iterator[list[str]]:
+    """What would be warned of inside, by this thread, is collected in place of it."""
+    found: list[str] = []
+    before = getattr(INHERITED, "repairs", None)
+    INHERITED.repairs = found
+    try:
+        yield found
+    finally:
+        INHERITED.repairs = before
+
+
 def condition_number(matrix: Tensor) -> Tensor:
     """Largest over smallest absolute eigenvalue of symmetric `[..., d, d]` in float64; NaN where not finite."""
     finite = torch.isfinite(matrix).all(-1).all(-1)
@@ -103,38 +127,51 @@ def rounding_floor(matrix: Tensor) -> Tensor:
     return torch.finfo(matrix.dtype).eps * matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
 
 
-def inverse_root(matrix: Tensor, floor: Tensor | float) -> tuple[Tensor, Tensor]:
+def inverse_root(
+    matrix: Tensor, floor: Tensor | float, exact: Callable[[], Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
     """A root of the inverse of a damped SPD matrix, by Cholesky.
 
     `floor` is a known lower bound of its eigenvalues, `[...]` or a number; 0 where none is known. Returns `(root,
-    logdet)` with root rootᵀ = matrix⁻¹, `[..., d, d]`, and log |matrix|, `[...]`.
+    logdet)` with root rootᵀ = matrix⁻¹, `[..., d, d]`, and log |matrix|, `[...]`. `exact` makes the same matrix in
+    float64; that is then factorised where the floor is near rounding.
 
     Raises FactorisationError where entries are not finite, or the matrix is singular and no floor repairs it. Where
     nothing may be checked (`capturing`) the caller has to mask what is not finite.
     """
     if matrix.shape[-1] == 1 and capturing():
         return matrix.rsqrt(), matrix.log().flatten(-2).squeeze(-1)
-    cholesky: Tensor
-    info: Tensor
-    cholesky, info = torch.linalg.cholesky_ex(matrix)
-    root = lower_inverse(cholesky).mT
-    pivots = cholesky.diagonal(dim1=-2, dim2=-1)
-    logdet = 2.0 * pivots.log().sum(-1)
+    root, logdet, squares, failed = _cholesky_root(matrix)
     if capturing():
         return root, logdet
-    bound = torch.as_tensor(floor, dtype=matrix.dtype, device=matrix.device).expand(info.shape)
+    bound = torch.as_tensor(floor, dtype=matrix.dtype, device=matrix.device).expand(failed.shape)
     # A squared pivot is a Schur complement, never below the smallest eigenvalue: if it is, that is rounding, even where
     # Cholesky reported no error.
-    failed = (info != 0) | (pivots.square() < 0.5 * bound[..., None]).any(-1)
-    failed |= ~(root.sum((-2, -1)) + logdet).isfinite()
+    failed = failed | (squares < 0.5 * bound)
+    if exact is not None:
+        rounding = NEAR_ROUNDING * torch.finfo(matrix.dtype).eps * torch.linalg.matrix_norm(matrix)
+        failed = failed | ((bound < rounding) & (squares < matrix.shape[-1] * rounding))
     failures: list[Tensor] | None = getattr(INHERITED, "failures", None)
     if failures is not None:
         failures.append(failed.any())
     elif bool(failed.any()):
         # Only the failed ones are redone, so that one replica's failure does not change another's digits.
         root, logdet = root.contiguous(), logdet.clone()
-        root[failed], logdet[failed] = _floored_inverse_root(matrix[failed], bound[failed])
+        again = matrix[failed] if exact is None else exact()[failed]
+        parts = _repaired(again, bound[failed], matrix.dtype, precise=exact is not None)
+        root[failed], logdet[failed] = (part.to(matrix.dtype) for part in parts)
     return root, logdet
+
+
+def _cholesky_root(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(root, logdet, smallest squared pivot, whether something is wrong with them)."""
+    cholesky: Tensor
+    info: Tensor
+    cholesky, info = torch.linalg.cholesky_ex(matrix)
+    root = lower_inverse(cholesky).mT
+    pivots = cholesky.diagonal(dim1=-2, dim2=-1)
+    logdet = 2.0 * pivots.log().sum(-1)
+    return root, logdet, pivots.square().amin(-1), (info != 0) | ~(root.sum((-2, -1)) + logdet).isfinite()
 
 
 def lower_inverse(lower: Tensor) -> Tensor:
@@ -170,27 +207,58 @@ def _solved_for_identity(triangle: Tensor, upper: bool = False) -> Tensor:
     return solved
 
 
-def _floored_inverse_root(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-    """`inverse_root` of `[k, d, d]` by `eigh` in float64, with eigenvalues raised to at least the floor."""
+def _repaired(matrix: Tensor, floor: Tensor, dtype: torch.dtype, *, precise: bool) -> tuple[Tensor, Tensor]:
+    """`inverse_root` of `[k, d, d]` in float64, for a matrix of this type; `precise` where it was made in float64."""
     size = matrix.shape[-1]
-    smallest_floor = float(floor.min())
     if not bool(torch.isfinite(matrix).all()):
-        raise factorisation_error(size, math.nan, smallest_floor)
-    eigenvalues, vectors = _eigh(matrix.double())
+        raise factorisation_error(size, math.nan, float(floor.min()))
+    matrix, floor = matrix.double(), floor.double()
+    if not precise:
+        return _floored_inverse_root(matrix, floor, dtype)
+    # What the factor was measured with has no information below its own rounding.
+    least = torch.finfo(dtype).eps * matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
+    lifted = (floor > 0) & (floor < least)
+    matrix = matrix + torch.diag_embed(torch.where(lifted, least - floor, 0.0)[..., None].expand(matrix.shape[:-1]))
+    root, logdet, squares, failed = _cholesky_root(matrix)
+    # Where the factor alone is far from singular, it does not matter what is added.
+    if bool((lifted & (squares < 8 * size * least)).any()):
+        _report(
+            f"The damping of a {size}×{size} precision factor is lost in the rounding of its {dtype} entries. It was "
+            f"raised to that, by a factor of up to {float((least / floor)[lifted].max()):.0e}: the posterior is too "
+            f"narrow. Scale the inputs of the layer{' or train in float64' * (dtype != torch.float64)}."
+        )
+    floor = torch.where(lifted, least, floor)
+    failed = failed | (squares < 0.5 * floor)
+    if bool(failed.any()):
+        root, logdet = root.contiguous(), logdet.clone()
+        root[failed], logdet[failed] = _floored_inverse_root(matrix[failed], floor[failed], dtype)
+    return root, logdet
+
+
+def _floored_inverse_root(matrix: Tensor, floor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The same by `eigh`, with eigenvalues raised to at least the floor."""
+    size, smallest_floor = matrix.shape[-1], float(floor.min())
+    eigenvalues, vectors = _eigh(matrix)
     rounding = torch.finfo(torch.float64).eps * size * eigenvalues.abs().amax(-1)
     if bool(((floor <= 0) & (eigenvalues[..., 0] <= rounding)).any()):
         raise factorisation_error(size, float(condition_number(matrix).max()), smallest_floor)
-    warnings.warn(
-        f"A {size}×{size} precision factor is not positive definite in {matrix.dtype}; it was factorised in float64 "
-        f"with no eigenvalue below its damping, {smallest_floor:.0e}. More damping would be safer.",
-        RuntimeWarning,
-        stacklevel=3,
+    _report(
+        f"A {size}×{size} precision factor is not positive definite in {dtype}; it was factorised in float64 "
+        f"with no eigenvalue below its damping, {smallest_floor:.0e}. More damping would be safer."
     )
-    eigenvalues = torch.maximum(eigenvalues, floor.double()[..., None])
+    eigenvalues = torch.maximum(eigenvalues, floor[..., None])
     # Triangular like Cholesky's, and independent of the choice of eigenvectors: λ^½ Vᵀ = Q R makes the matrix RᵀR.
     upper: Tensor = torch.linalg.qr(eigenvalues.sqrt()[..., :, None] * vectors.mT, mode="r").R
     upper = upper * upper.diagonal(dim1=-2, dim2=-1).sign()[..., :, None]
-    return _solved_for_identity(upper, upper=True).to(matrix.dtype), eigenvalues.log().sum(-1).to(matrix.dtype)
+    return _solved_for_identity(upper, upper=True), eigenvalues.log().sum(-1)
+
+
+def _report(text: str) -> None:
+    found: list[str] | None = getattr(INHERITED, "repairs", None)
+    if found is None:
+        warnings.warn(text, RuntimeWarning, stacklevel=5)
+    else:
+        found.append(text)
 
 
 def symmetric_eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:

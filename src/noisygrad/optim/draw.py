@@ -84,30 +84,21 @@ class Draw:
 
 
 class Drawing(AbstractContextManager[Draw]):
-    """The context of one draw: `enter` makes it, and `leave` ends it, told whether the context failed.
+    """The context of one draw: `enter` makes it, and `leave` ends it, told whether the context failed."""
 
-    One that is lost without having been left, since an exception from another thread was faster, is left as a failure.
-    """
-
-    def __init__(self, enter: Callable[[], Draw], leave: Callable[[Draw, bool], None]) -> None:
+    def __init__(self, enter: Callable[[Drawing], Draw], leave: Callable[[Draw, bool], None]) -> None:
         self._enter, self._leave = enter, leave
         self._draw: Draw | None = None
 
     def __enter__(self) -> Draw:
         """Draw."""
-        self._draw = self._enter()
+        self._draw = self._enter(self)
         return self._draw
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         """Bring the mean back."""
         if self._draw is not None:
             self._leave(self._draw, kind is not None)
-            self._draw = None
-
-    def __del__(self) -> None:
-        """As `__exit__` after a failure."""
-        if self._draw is not None and self._draw.is_open:
-            self._leave(self._draw, True)
 
 
 class Interrupts:
@@ -158,7 +149,9 @@ class Interrupts:
         for number in SIGNALS:
             handler = getsignal(number)
             if callable(handler):
-                while isinstance(handler, _Replacement) and not handler.interrupts.active:
+                while isinstance(handler, _Replacement) and (
+                    handler.interrupts is self or not handler.interrupts.active
+                ):  # left behind
                     handler = handler.handler
                 replacement = _Replacement(self, handler)
                 self._replaced.append((number, replacement))

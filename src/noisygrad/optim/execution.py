@@ -8,11 +8,12 @@ the draw of the weights and the move of the mean, without touching the user's mo
 import gc
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from noisygrad.kernels.factorisation import capturing
 
@@ -168,3 +169,44 @@ def executor_for(
     if device.type == "cuda":
         return GraphCache(device, generators, differentiates=differentiates)
     return DirectExecutor()
+
+
+class DeviceScalars:
+    """Learning rates, trust region, decay, loss and mask as tensors on the device, for a replayed step to read."""
+
+    def __init__(self, like: Tensor, groups: int) -> None:
+        self._like = like
+        self.groups: list[dict[str, Any]] = [{"lr": like.new_zeros(())} for _ in range(groups)]
+        self.clip: Tensor | None = None
+        self.rate = like.new_zeros(())
+        """1 − `fisher_decay`."""
+        self.loss = like.new_zeros(())
+        self.weight = like.new_zeros(())
+        """What the gradient is divided by."""
+        self.mask = like.new_zeros(())
+        self._known: dict[str, float] = {}
+
+    def set(self, groups: Sequence[Mapping[str, Any]], clip: float | None, rate: float) -> None:
+        """Bring the tensors up to date; only what has changed is sent, so a capture after it records nothing of it."""
+        for index, (mine, group) in enumerate(zip(self.groups, groups, strict=True)):
+            mine["momentum"] = group["momentum"]
+            if isinstance(group["lr"], Tensor):
+                mine["lr"].copy_(group["lr"])
+            else:
+                self._send(f"lr {index}", mine["lr"], group["lr"])
+        if clip is None:
+            self.clip = None
+            self._known.pop("clip", None)
+        else:
+            self.clip = self._like.new_zeros(()) if self.clip is None else self.clip
+            self._send("clip", self.clip, clip)
+        self._send("rate", self.rate, rate)
+
+    def _send(self, name: str, tensor: Tensor, value: float) -> None:
+        if self._known.get(name) != value:
+            self._known[name] = value
+            tensor.fill_(value)
+
+    def key(self) -> tuple[Any, ...]:
+        """Whatever a replayed step has as plain numbers."""
+        return (self.clip is None, id(self.clip), *(group["momentum"] for group in self.groups))

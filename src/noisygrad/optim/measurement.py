@@ -124,9 +124,8 @@ class BatchMeasurement:
 
         Where a GPU's memory does not suffice, half of the examples are taken, with a warning, from now on.
         """
-        batch = output.shape[len(self.likelihood.replicas)]
         records = capture.take(again=call.is_head)
-        keep = min(batch, self.options.stats_batch or batch, self.statistics_limit or batch)
+        keep = self._keep(output)
         while True:
             try:
                 self._take(accumulated, call, records, output, target, keep)
@@ -137,6 +136,11 @@ class BatchMeasurement:
                     raise
             call.statistics, call.passes = {}, 0
             self.statistics_limit = keep = half_of(keep, f"stats_batch={keep // 2} says so from the start")
+
+    def _keep(self, output: Tensor) -> int:
+        """How many examples statistics are taken from."""
+        batch = output.shape[len(self.likelihood.replicas)]
+        return min(batch, self.options.stats_batch or batch, self.statistics_limit or batch)
 
     def _take(
         self,
@@ -224,28 +228,18 @@ class BatchMeasurement:
         return measure(last)
 
     def take_fresh(self, accumulated: Accumulated, capture: Capture, run: Closure) -> None:
-        """`fisher_pass="fresh"`: statistics of a forward pass of their own, BatchNorm in evaluation mode."""
+        """`fisher_pass="fresh"`: statistics of a forward pass of their own, BatchNorm in evaluation mode.
+
+        Where memory does not suffice for all examples, half of them are taken, with a warning, from now on.
+        """
         # In evaluation mode to the end: statistics of a norm's scale ask what it was normalised by.
         norms = [module for module in self.model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-        with with_attributes(norms, training=False):
-            output, *rest = self._fresh_forward(capture, run)
-            counted, target = self.likelihood.counted(output, *rest)
-            self.likelihood.check(output, target)
-            with torch.autocast(self.like.device.type, enabled=False):
-                output = output if output.dtype in {torch.float32, torch.float64} else output.float()
-                clean = self.likelihood.clamp_invalid_targets(output, target)
-                call = accumulated.begin_call(output, counted)
-                self.take(accumulated, call, capture, output, clean)
-                accumulated.add_statistics([call], [1.0], 1.0)
-
-    def _fresh_forward(self, capture: Capture, run: Closure) -> tuple[Any, ...]:
-        """What the closure returns; of half of the examples, with a warning, where memory does not suffice for all."""
         while True:
             first = FirstExamples(self.forward_limit)
             try:
-                with first.of(self.model):
-                    result = run()
-                break
+                with with_attributes(norms, training=False):
+                    self._take_fresh(accumulated, capture, run, first)
+                return
             except RuntimeError as error:
                 # The ranks of a distributed training call their models together, or wait for each other for ever.
                 alone = not (self.ranks.active or self.structure.replicas or capturing())
@@ -254,11 +248,24 @@ class BatchMeasurement:
             capture.take()
             advice = "A closure that cannot work on part of a batch needs smaller ones"
             self.forward_limit = half_of(first.given, advice)
+
+    def _take_fresh(self, accumulated: Accumulated, capture: Capture, run: Closure, first: FirstExamples) -> None:
+        with first.of(self.model):
+            result = run()
         if not isinstance(result, tuple):
             raise TypeError('fisher_pass="fresh" needs a closure that returns (output, target)')
         output, *rest = unpacked(result)
         lead = len(self.likelihood.replicas)
-        return output, *(part if part is None or not first.cut else part.narrow(lead, 0, first.given) for part in rest)
+        rest = [part if part is None or not first.cut else part.narrow(lead, 0, first.given) for part in rest]
+        counted, target = self.likelihood.counted(output, *rest)
+        self.likelihood.check(output, target)
+        with torch.autocast(self.like.device.type, enabled=False):
+            output = output if output.dtype in {torch.float32, torch.float64} else output.float()
+            clean = self.likelihood.clamp_invalid_targets(output, target)
+            call, records = accumulated.begin_call(output, counted), capture.take()
+            self._take(accumulated, call, records, output, clean, self._keep(output))
+            capture.consume(records)
+            accumulated.add_statistics([call], [1.0], 1.0)
 
     def warn_uncalled_layers(self, accumulated: Accumulated) -> None:
         """Warn, once, of layers with a gradient but no statistics: their posterior would quietly become the prior."""

@@ -21,13 +21,13 @@ from noisygrad.curvature.fisher import FisherKind
 from noisygrad.distributed import Group, Ranks
 from noisygrad.families.base import DampingMode
 from noisygrad.likelihoods import Likelihood
-from noisygrad.optim.accumulated import Accumulated, Scaling
+from noisygrad.optim.accumulated import Accumulated
 from noisygrad.optim.assembly import assemble
 from noisygrad.optim.draw import Draw, Drawing
 from noisygrad.optim.measurement import Closure, unpacked
 from noisygrad.optim.options import FisherPass, GroupPatterns, Options, Schedule, check_arguments, check_rates
 from noisygrad.optim.state import OptimizerState, blocks_of_parameters
-from noisygrad.optim.update import ParamGroups, Transaction
+from noisygrad.optim.update import ParamGroups, Scaling, Transaction
 from noisygrad.posterior.coverage import Coverage
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
@@ -150,7 +150,6 @@ class NoisyOptimizer(torch.optim.Optimizer):
         likelihood.bind(self.structure.replicas, self.device, self.dtype)
         canonical = BlockPriors.build(self._canonical_structure, prior_variance, prior, self.dtype, self.device)
         self.priors = canonical.to_memory(self.structure)
-        self._same_draw = same_draw_on_all_ranks
         self.update = assemble(
             self.model,
             self.structure,
@@ -167,8 +166,13 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self.covariance = self.algorithm.covariance
         self.transaction = Transaction(self.update, self.structure)
         self._parts = ModelParts(self.model)
-
-    # ---------------------------------------------------------------- what a user calls
+        self._state = OptimizerState(
+            kind=type(self).__name__,
+            structure=self.structure,
+            parts=self.update,
+            priors=self.priors,
+            same_draw=same_draw_on_all_ranks,
+        )
 
     def sampled(self) -> Drawing:
         """Weights drawn from the posterior inside, the mean again outside, whatever happens.
@@ -178,14 +182,13 @@ class NoisyOptimizer(torch.optim.Optimizer):
         """
         return Drawing(self._enter, self.transaction.leave)
 
-    def _enter(self) -> Draw:
+    def _enter(self, drawing: Drawing) -> Draw:
         if self.options.fisher_pass == "fresh":
             raise RuntimeError('fisher_pass="fresh" runs the model by itself: use step(closure) instead of sampled()')
-        if self.weights.current is not None:
+        if self.transaction.is_drawing():
             raise RuntimeError("sampled() contexts cannot be nested")
         self.check_still_valid()
-        self.transaction.watch.check(self.accumulated.draws)
-        return self.transaction.enter()
+        return self.transaction.enter(drawing)
 
     @overload  # type: ignore[override]
     def step(self, closure: None = None) -> None: ...
@@ -200,17 +203,14 @@ class NoisyOptimizer(torch.optim.Optimizer):
 
         With a closure that returns `(output, target)`, the draws are made here, `mc_samples` of them, and the mean loss
         is returned; weights of examples and a mask may follow, as in `draw.nll`. A closure that calls `backward` itself
-        and returns a loss works too, with the empirical Fisher; after draws it may only do what frameworks do before a
-        step, such as clipping. Gradients are consumed: no `zero_grad` is needed. Raises `NonFiniteError` and changes
-        nothing if the loss was not finite (on a GPU: masks the step, and raises at the next refresh of the factors).
-        Whatever else ends it, all is as before the first draw, or as after the step.
+        and returns a loss works too, with the empirical Fisher. Gradients are consumed: no `zero_grad` is needed.
+        Raises `NonFiniteError` and changes nothing if the loss was not finite (on a GPU: masks the step, and raises at
+        the next refresh of the factors). Whatever else ends it, all is as before the first draw, or as after the step.
         """
-        if self.weights.current is not None:
+        if self.transaction.is_drawing():
             raise RuntimeError("step() inside sampled(): leave the context first, which ends the draw")
         self.check_still_valid()
         transaction = self.transaction
-        if closure is not None and not self.accumulated.draws:
-            transaction.watch.check(0)
         try:
             transaction.begin()
             with torch.no_grad():
@@ -305,21 +305,12 @@ class NoisyOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Everything that a resumed run needs besides the model, as tensors and numbers in nested dictionaries."""
         self.guard.check()
-        return self._state().save(self.param_groups, self.steps)
+        return self._state.save(self.param_groups, self.steps)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`; raises before anything changes if it is of another family or model."""
-        self.steps = self._state().load(state_dict, self.param_groups)
+        self.steps = self._state.load(state_dict, self.param_groups)
         self.transaction.consume()
-
-    def _state(self) -> OptimizerState:
-        return OptimizerState(
-            kind=type(self).__name__,
-            structure=self.structure,
-            parts=self.update,
-            priors=self.priors,
-            same_draw=self._same_draw,
-        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Not supported after construction: the posterior's blocks are fixed then. Use `groups`."""
@@ -334,11 +325,12 @@ class NoisyOptimizer(torch.optim.Optimizer):
             "optimiser of the other model and give it the state with load_state_dict()"
         )
 
-    # ---------------------------------------------------------------- closures
-
     @torch.enable_grad()
     def _evaluate(self, closure: Closure) -> None:
-        """`mc_samples` draws with the closure and, where `fisher_pass="fresh"` asks for it, one for statistics."""
+        """`mc_samples` draws with the closure and, where `fisher_pass="fresh"` asks for it, one for statistics.
+
+        After draws of `sampled()` a closure may only do what frameworks do before a step, such as clipping.
+        """
         if self.accumulated.draws:
             if self.transaction.run(closure) is not None:
                 raise TypeError("after sampled(), the closure of step() must compute nothing and return None")

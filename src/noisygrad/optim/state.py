@@ -125,7 +125,7 @@ class OptimizerState:
                 "the state belongs to another prior: construct the optimiser with the prior it was saved with"
             )
         numbers = {f"{name} of parameter {number}": tensor for (number, name), tensor in theirs.items()}
-        numbers |= {f"likelihood/{name}": tensor for name, tensor in state["likelihood"].items()}
+        numbers |= {f"likelihood/{n}": value for n, value in state["likelihood"].items() if isinstance(value, Tensor)}
         if bad := not_finite(numbers, {}):
             raise ValueError(
                 f"the state has NaN or infinite numbers in {bad!r}: it is damaged, or its training diverged"

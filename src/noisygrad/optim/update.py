@@ -1,9 +1,10 @@
 """One step of Algorithm 1 or 2 of the paper from what draws have left: Fisher, factors, noise, mean; or nothing."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,9 +14,9 @@ from noisygrad.curvature.capture import Capture
 from noisygrad.distributed import GradientReduction, Ranks
 from noisygrad.kernels.factorisation import capturing
 from noisygrad.likelihoods import Likelihood
-from noisygrad.optim.accumulated import Accumulated, GradientWatch, Scaling
+from noisygrad.optim.accumulated import Accumulated, GradientWatch
 from noisygrad.optim.draw import Draw, DrawnWeights, Interrupts
-from noisygrad.optim.execution import Executor
+from noisygrad.optim.execution import DeviceScalars, Executor
 from noisygrad.optim.finite import FiniteGuard, RunningStatistics
 from noisygrad.optim.measurement import BatchMeasurement
 from noisygrad.optim.options import Options
@@ -38,45 +39,23 @@ class ParamGroups:
         return {number: group["damping"] for number, group in zip(self.numbers, self.settings, strict=True)}
 
 
-class DeviceScalars:
-    """Learning rates, trust region, decay, loss and mask as tensors on the device, for a replayed step to read."""
+@dataclass(frozen=True)
+class Scaling:
+    """What a GradScaler says of the gradients: the scale they have, and whether one of them is infinite."""
 
-    def __init__(self, like: Tensor, groups: int) -> None:
-        self._like = like
-        self.groups: list[dict[str, Any]] = [{"lr": like.new_zeros(())} for _ in range(groups)]
-        self.clip: Tensor | None = None
-        self.rate = like.new_zeros(())
-        """1 − `fisher_decay`."""
-        self.loss = like.new_zeros(())
-        self.weight = like.new_zeros(())
-        """What the gradient is divided by."""
-        self.mask = like.new_zeros(())
-        self._known: dict[str, float] = {}
+    scale: Tensor | None = None
+    found_inf: Tensor | None = None
 
-    def set(self, groups: Sequence[Mapping[str, Any]], clip: float | None, rate: float) -> None:
-        """Bring the tensors up to date; only what has changed is sent, so a capture after it records nothing of it."""
-        for index, (mine, group) in enumerate(zip(self.groups, groups, strict=True)):
-            mine["momentum"] = group["momentum"]
-            if isinstance(group["lr"], Tensor):
-                mine["lr"].copy_(group["lr"])
-            else:
-                self._send(f"lr {index}", mine["lr"], group["lr"])
-        if clip is None:
-            self.clip = None
-            self._known.pop("clip", None)
-        else:
-            self.clip = self._like.new_zeros(()) if self.clip is None else self.clip
-            self._send("clip", self.clip, clip)
-        self._send("rate", self.rate, rate)
-
-    def _send(self, name: str, tensor: Tensor, value: float) -> None:
-        if self._known.get(name) != value:
-            self._known[name] = value
-            tensor.fill_(value)
-
-    def key(self) -> tuple[Any, ...]:
-        """Whatever a replayed step has as plain numbers."""
-        return (self.clip is None, id(self.clip), *(group["momentum"] for group in self.groups))
+    @classmethod
+    def of(cls, told: Mapping[str, Any], found: Accumulated) -> Self:
+        """From the attributes that a GradScaler sets; raises where it has unscaled gradients and nobody said so."""
+        if found.unscaled is None and "grad_scale" in told and told["grad_scale"] is None:
+            raise RuntimeError(
+                "a GradScaler has unscaled the gradients, so the factor that the losses were scaled by is not known "
+                "any more: call optimizer.unscale_(scaler) in place of scaler.unscale_(optimizer), then clip. Where a "
+                "framework unscales by itself, bound the step by kl_clip and let it leave the gradients as they are"
+            )
+        return cls(told.get("grad_scale"), told.get("found_inf"))
 
 
 @dataclass(kw_only=True)
@@ -102,13 +81,15 @@ class Update:
 
     def __post_init__(self) -> None:
         self.scalars = DeviceScalars(self.algorithm.mean, len(self.groups.parts))
-        self.reduction = GradientReduction(self.ranks)
-        self._begun = False
         self._fisher = self.algorithm.covariance.fisher
         self._ways_back: list[Callable[[], object]] = []
+        self._noise: list[Tensor] = []
+        self._noise_before: list[Tensor] = []
         self._number = 0
         self.moved: int | None = None
         """The number of the step whose mean is there, and which is to be finished."""
+        self.reduction = GradientReduction(self.ranks)
+        self._begun = False
 
     def undo(self) -> None:
         """Everything as before the step, of which the mean has not moved."""
@@ -150,22 +131,24 @@ class Update:
             if isinstance(weight, Tensor):
                 weight = scalars.weight.copy_(weight)
             if self._is_plain(step, found, scaling):
-                watch = partial(self._watched, found, scalars.loss, scaling, weight)
-                work = lambda: self._move(scalars.groups, scalars.clip, watch())  # noqa: E731
-                self._run("step", work, *(["weighted"] if isinstance(weight, Tensor) else []))
+                key = self.replay_key() if isinstance(weight, float) else (self.replay_key(), "weighted")
+                work = lambda: self._move(  # noqa: E731
+                    scalars.groups, scalars.clip, self._watched(found, scalars.loss, scaling, weight)
+                )
+                self._run("step", key, work)
                 return
             mask = self._watch_and_measure(step, found, scaling, weight, scalars.rate, between)
             assert mask is not None
             scalars.mask.copy_(mask)
             work = lambda: self._move(scalars.groups, scalars.clip, scalars.mask)  # noqa: E731
-            self._run("move", work)
+            self._run("move", self.replay_key(), work)
         else:
             mask = self._watch_and_measure(step, found, scaling, float(weight), 1.0 - decay, between)
-            self._move(self.groups.settings, clip, mask)
+            self._move(self.groups.settings, clip, mask, fisher=True)
 
-    def _run(self, name: str, work: Callable[[], None], *kind: str) -> None:
+    def _run(self, name: str, key: tuple[Any, ...], work: Callable[[], None]) -> None:
         """The move of the mean, perhaps as a recorded graph that writes the parameters too."""
-        self.executor.run(name, (*self.replay_key(), *kind), work)
+        self.executor.run(name, key, work)
         self.weights.stale = False
         self.moved = self._number
 
@@ -246,29 +229,39 @@ class Update:
         doubtful = {} if found.known_finite else found.statistics
         return self.guard.watch(gradient, loss, doubtful, found.traces, scaling.found_inf)
 
-    def _move(self, settings: Sequence[Mapping[str, Any]], clip: float | Tensor | None, mask: Tensor | None) -> None:
+    def _move(
+        self,
+        settings: Sequence[Mapping[str, Any]],
+        clip: float | Tensor | None,
+        mask: Tensor | None,
+        *,
+        fisher: bool = False,
+    ) -> None:
         groups = list(zip(settings, self.groups.parts, strict=True))
         self.weights.stale = True
-        self.algorithm.move_(self.gradient.flat, groups, clip=clip, mask=mask)
+        self.algorithm.move_(self.gradient.flat, groups, clip=clip, mask=mask, fisher=fisher)
         if not self.executor.deferred:
-            self.moved = self._number
+            self.moved, self._fisher.prepared = self._number, None
         self.weights.show_mean_()
 
     def _update_noise(self, statistic: Tensor, mask: Tensor | None) -> None:
         likelihood, options = self.likelihood, self.options
-        before = [buffer.clone() for buffer in likelihood.buffers()]
-        self._ways_back.append(lambda: torch._foreach_copy_(list(likelihood.buffers()), before))
+        now = list(likelihood.buffers())
+        if len(now) != len(self._noise) or any(a is not b for a, b in zip(now, self._noise, strict=True)):
+            self._noise, self._noise_before = now, [torch.empty_like(buffer) for buffer in now]
+        torch._foreach_copy_(self._noise_before, now)
+        self._ways_back.append(lambda: torch._foreach_copy_(list(likelihood.buffers()), self._noise_before))
         likelihood.update_noise_(statistic, options.num_data, options.kl_weight)
         if mask is not None:
-            for buffer, old in zip(likelihood.buffers(), before, strict=True):
+            for buffer, old in zip(likelihood.buffers(), self._noise_before, strict=True):
                 buffer.copy_(torch.where(mask > 0, buffer, old))
 
 
 class Transaction:
     """A step and the draws before it: all of it happens, or none, whatever comes in between.
 
-    Signals wait while the library works (`draw.Interrupts`). What another thread throws in is not put off: it is given
-    up here, or at the next use.
+    Signals wait while the library works (`draw.Interrupts`). What another thread throws in does not: what it has left,
+    if it was faster than `give_up`, is given up at the next use.
     """
 
     def __init__(self, update: Update, structure: Structure) -> None:
@@ -281,17 +274,27 @@ class Transaction:
         self._parameters = structure.parameters
         self._capture = Capture(structure.layers)
         self._generators_before: list[Tensor] = []
+        self._context: Callable[[], object] = lambda: self
+        """What is None once the context of the draw was lost."""
+
+    def is_drawing(self) -> bool:
+        """Whether there are drawn weights in the model, for somebody to use."""
+        if self._weights.current is not None and self._context() is None:
+            self.give_up()
+        return self._weights.current is not None
 
     def begin(self) -> None:
         """Signals wait from here on."""
         if self.interrupts.active:  # an exception from another thread was faster than the last `give_up`
             self.give_up()
         self.interrupts.hold()
+        self._context = lambda: self
 
-    def enter(self) -> Draw:
+    def enter(self, context: object) -> Draw:
         """The draw of a context of the user's."""
         try:
             self.begin()
+            self._context = weakref.ref(context)
             draw, _ = self.begin_draw(True)
             self.interrupts.allow()
         except BaseException:
@@ -319,6 +322,7 @@ class Transaction:
 
     def begin_draw(self, with_statistics: bool) -> tuple[Draw, Capture | None]:
         """A draw, with the layers recorded where statistics are due."""
+        self.watch.check(self.accumulated.draws)
         due = with_statistics and self._update.options.stats_due(self.steps + 1)
         capture = self._capture if due else None
         draw = Draw(partial(self._loss, capture), lambda: self.accumulated.pending)

@@ -1,5 +1,6 @@
 """Errors that say what was given, or which layers they are about."""
 
+import warnings
 from collections.abc import Collection, Sequence
 from itertools import accumulate
 from numbers import Integral
@@ -35,3 +36,11 @@ def named_error(error: FactorisationError, units: Sequence[Unit]) -> Factorisati
         if not error.weights or any(stop - unit.size <= place < stop for place in error.weights)
     ]
     return FactorisationError(f"layer {format_names(names)}: {error}", error.condition, error.weights)
+
+
+def warn_repaired(found: Sequence[str], units: Sequence[Unit], told: set[str]) -> None:
+    """A warning of repairs in factors of these layers, by their names; of each layer only once."""
+    names = format_names([unit.name for unit in units])
+    if names not in told:
+        told.add(names)
+        warnings.warn(f"layer {names}: {found[0]}", RuntimeWarning, stacklevel=3)

@@ -19,12 +19,12 @@ from noisygrad.archive import not_finite, write_archive
 from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
 from noisygrad.families.dense import LARGEST as LARGEST_DENSE
 from noisygrad.families.kl import kl_divergence, log_prob
-from noisygrad.kernels.factorisation import FactorisationError
+from noisygrad.kernels.factorisation import FactorisationError, repairs
 from noisygrad.kernels.switches import full_precision
 from noisygrad.likelihoods import Likelihood, check_saveable
 from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.coverage import Coverage
-from noisygrad.posterior.faults import named_error, whole_number
+from noisygrad.posterior.faults import named_error, warn_repaired, whole_number
 from noisygrad.posterior.inputs import Call, Inputs, moved
 from noisygrad.posterior.modes import evaluating
 from noisygrad.posterior.normalisation import norm_batches, own_statistics, running_norms
@@ -91,9 +91,13 @@ class Posterior:
 
     def _precision(self, block: Block) -> Precision:
         try:
-            return self.statistics[block.name].factorise(self._gammas[block.name], 0.0, self.damping_mode)
+            with repairs() as found:
+                made = self.statistics[block.name].factorise(self._gammas[block.name], 0.0, self.damping_mode)
         except FactorisationError as error:
             raise named_error(error, block.units) from error
+        if found:
+            warn_repaired(found, block.units, set())
+        return made
 
     def noisy_blocks(self) -> list[tuple[Block, Precision]]:
         """Each block that has noise, with its P: Σ = (λ/N) P⁻¹. Raises for a point estimate, which has none."""

@@ -102,7 +102,7 @@ def load_checkpoint(
 
 def _load_all(path: str | Path, parts: Mapping[str, Stateful], state: Mapping[str, Any]) -> None:
     """Load all of them, or none: what has changed when one fails is given its earlier state."""
-    before = {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+    before = {name: _kept(part.state_dict()) for name, part in parts.items()}
     loading = ""
     try:
         for loading, part in parts.items():
@@ -129,12 +129,21 @@ def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
         yield from _leaves(item, f"{place}/{key}")
 
 
+def _kept(value: Any) -> Any:
+    """A copy whose tensors are on the CPU, where those of a file are too: a GPU may have no room for them."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: _kept(item) for key, item in value.items()}
+    return [_kept(item) for item in value] if type(value) is list else copy.deepcopy(value)
+
+
 def _equal(one: Any, other: Any) -> bool:
     """Whether two states are surely equal."""
     mine, theirs = dict(_leaves(one, "")), dict(_leaves(other, ""))
 
     def same(a: Any, b: Any) -> bool:
-        return a.equal(b) if isinstance(a, Tensor) else isinstance(a, int | float | str | None) and bool(a == b)
+        return a.cpu().equal(b) if isinstance(a, Tensor) else isinstance(a, int | float | str | None) and bool(a == b)
 
     return mine.keys() == theirs.keys() and all(same(a, theirs[place]) for place, a in mine.items())
 

@@ -110,11 +110,12 @@ def unpack_arrays(content: bytes) -> dict[str, NDArray[Any]]:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             members = archive.infolist()
             check_size(sum(member.file_size for member in members), "what is packed in it")
-            parts = {member.filename: archive.read(member) for member in members}
-        return {
-            name.removesuffix(".npy"): np.lib.format.read_array(io.BytesIO(part), allow_pickle=False)
-            for name, part in parts.items()
-        }
+            return {
+                member.filename.removesuffix(".npy"): np.lib.format.read_array(
+                    io.BytesIO(archive.read(member)), allow_pickle=False
+                )
+                for member in members
+            }
     except DamagedDataError:
         raise
     except Exception as error:  # what zipfile and numpy raise for other files is in no list of theirs

@@ -194,13 +194,13 @@ class Results:
         stored = self._stored()
         if stored.bad:
             # From here, whoever asks: so Python shows it once in a process, not at every place that reads.
-            warnings.warn(self._complaint(stored.bad), UserWarning, stacklevel=1)
+            warnings.warn(_complaint(self.path, stored.bad), UserWarning, stacklevel=1)
         return list(stored.cells.values())
 
     def complaint(self) -> str | None:
         """What to tell of lines that are cut off or damaged, or of something else; None where all are whole."""
         bad = self._stored().bad
-        return self._complaint(bad) if bad else None
+        return _complaint(self.path.name, bad) if bad else None
 
     def append(self, cells: Iterable[Cell]) -> list[Cell]:
         """Store cells in one write, safe on the disk on return; gives back those that were new.
@@ -282,16 +282,6 @@ class Results:
             raise ValueError(f"it is of the experiment {cell.experiment!r}")
         return self._parsed.setdefault(line, cell)
 
-    def _complaint(self, bad: Mapping[int, str]) -> str:
-        """The first ten bad lines by their numbers, and what is wrong with the first."""
-        number, reason = next(iter(bad.items()))
-        others = [str(other) for other in bad][1:10]
-        more = f"; so are lines {', '.join(others)}" + ", …" * (len(bad) > 10) if others else ""
-        return (
-            f"line {number} of {self.path} is bad ({reason}){more}. The cell of a bad line counts as missing: bring "
-            "the line back from a copy, or delete it once the same command has computed the cell again"
-        )
-
 
 @dataclass(kw_only=True)
 class _Stored:
@@ -308,6 +298,17 @@ class _Stored:
             return False
         self.cells[cell.key] = cell
         return True
+
+
+def _complaint(file: Path | str, bad: Mapping[int, str]) -> str:
+    """The first ten bad lines by their numbers, and what is wrong with the first."""
+    number, reason = next(iter(bad.items()))
+    others = [str(other) for other in bad][1:10]
+    more = f"; so are lines {', '.join(others)}" + ", …" * (len(bad) > 10) if others else ""
+    return (
+        f"line {number} of {file} is bad ({reason}){more}. The cell of a bad line counts as missing: bring the line "
+        "back from a copy, or delete it once the same command has computed the cell again"
+    )
 
 
 def _replicate(value: Any, label: str) -> int:

@@ -43,6 +43,7 @@ def build_report(results: Path) -> ReportPage:
 
 def _add_bad_lines(results: Path, page: ReportPage) -> None:
     """Lines of results that are cut off or damaged, where there are any: nothing above counts them."""
-    stored = (Results(results, path.stem) for path in sorted(results.glob("*.jsonl")) if NAME.fullmatch(path.stem))
+    names = sorted(path.stem for path in results.glob("*.jsonl") if path.is_file() and NAME.fullmatch(path.stem))
+    stored = (Results(results, name) for name in names)
     if complaints := [complaint for each in stored if (complaint := each.complaint())]:
         page.section("Lines that cannot be read").items(complaints)

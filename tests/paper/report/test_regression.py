@@ -372,7 +372,7 @@ def test_bad_lines_are_named_on_the_page_and_counted_nowhere(tmp_path):
     with pytest.warns(UserWarning, match=f"line {number} of"):
         text = site.build_report(tmp_path).html()
     assert "Lines that cannot be read" in text
-    assert f"line {number} of {path} is bad (it does not have the checksum" in html.unescape(text)
+    assert f"line {number} of regression.jsonl is bad (it does not have the checksum" in html.unescape(text)
     path.write_text("".join(lines).replace(line, ""))
     without = site.build_report(tmp_path).html()
     assert without in text.replace(text[text.index("<section>\n<h2>Lines that") : text.index("<footer>")], "")
