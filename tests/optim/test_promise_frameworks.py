@@ -241,6 +241,8 @@ def work(rank: int, folder: str) -> dict[str, Any]:
     results |= {
         "rare": plain(rank, kfac, "DDP module", factor_every=50),
         "automatic": lit(rank, kfac, "automatic"),
+        "bf16": lit(rank, kfac, "automatic", precision="bf16-mixed"),
+        "clipped": lit(rank, kfac, "automatic", gradient_clip_val=0.1),
         "half": lit(rank, kfac, "manual", plugins=[HALF]),
         "accumulated": refused(lit, rank, kfac, "automatic", 2, accumulate_grad_batches=2),
         "half automatic": refused(lit, rank, kfac, "automatic", plugins=[HALF]),
@@ -310,6 +312,12 @@ def test_automatic_optimisation_takes_the_empirical_fisher_of_all_ranks(ranks):
         with pytest.warns(UserWarning, match="empirical") if optimizer.steps == 0 else contextlib.nullcontext():
             optimizer.step(lambda x=x, y=y: loss(x, y))
     assert_as_one(ranks, "automatic", snapshot(optimizer), 1e-10)
+
+
+@pytest.mark.parametrize("how", ["bf16", "clipped"])
+def test_automatic_optimisation_in_other_ways(how, ranks):
+    assert not differences(*(rank[how] for rank in ranks), but=OWN)
+    assert differences(ranks[0][how], ranks[0]["automatic"], 1e-6), "nothing was rounded or clipped"
 
 
 def test_16_bit_is_near(ranks):
