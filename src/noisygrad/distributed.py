@@ -6,6 +6,7 @@ The Fisher's statistics are summed over the ranks, and gradients are averaged wh
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar
@@ -42,6 +43,15 @@ def all_gather_object(value: Found) -> list[Found]:
     box: list[Found | None] = [None] * processes().size
     dist.all_gather_object(box, value)
     return box  # type: ignore[return-value]
+
+
+def sharded_parameters(model: nn.Module) -> list[str]:
+    """The names of parameters of which each process holds a part only."""
+    # Not imported for this: where nobody has imported them, there are none.
+    tensors = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    wrappers = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    within = {p for module in model.modules() if isinstance(module, wrappers) for p in module.parameters()}
+    return [name for name, p in model.named_parameters() if isinstance(p, tensors) or p in within]
 
 
 class Ranks:

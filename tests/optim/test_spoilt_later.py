@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -61,21 +62,39 @@ def test_a_layer_that_took_no_part_is_no_frozen_layer(kind):
     assert "frozen" not in str(optimizer.coverage())
 
 
-BAD_RATES = [math.nan, math.inf, -0.1, torch.tensor(math.nan), torch.tensor(-1.0)]
+NEVER = [math.nan, math.inf, -0.1, True, "0.1", None, 0.1j, torch.ones(2)]
+SENSELESS = [
+    *[("lr", value) for value in [*NEVER, torch.tensor(math.nan), torch.tensor(-1.0), torch.tensor(1)]],
+    *[("momentum", value) for value in [*NEVER, 1.0, 2, torch.tensor(0.5)]],
+    *[("damping", value) for value in [*NEVER, torch.tensor(0.5)]],
+]
 
 
 @each_optimizer
-@pytest.mark.parametrize("rate", BAD_RATES, ids=str)
+@pytest.mark.parametrize(("name", "value"), SENSELESS, ids=str)
 @pytest.mark.parametrize("form", ["closure", "explicit"])
-def test_a_learning_rate_without_sense_is_refused(kind, rate, form):
+def test_a_number_without_sense_is_refused(kind, name, value, form):
     model, (batch,) = mlp(), batches(1)
     optimizer = make(kind, model, groups={"0.*": {"lr": 0.1}})
     take_step(optimizer, model, batch, form)
     before = snapshot(optimizer)
-    optimizer.param_groups[1]["lr"] = rate
-    with pytest.raises(ValueError, match="lr of a param group"):
+    sensible, optimizer.param_groups[1][name] = optimizer.param_groups[1][name], value
+    with pytest.raises(ValueError, match=f"^{name} (of a param group )?must be"):
         take_step(optimizer, model, batch, form)
-    assert_unchanged(before, optimizer, but=("param_groups",))
+    optimizer.param_groups[1][name] = sensible
+    assert_unchanged(before, optimizer)
+    take_step(optimizer, model, batch, form)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("lr", 1), ("lr", np.float32(0.1)), ("momentum", 0), ("damping", 1)], ids=str
+)
+def test_a_number_of_another_type_is_a_number(name, value):
+    model, (batch,) = mlp(), batches(1)
+    optimizer = make(ng.NoisyKFAC, model)
+    optimizer.param_groups[0][name] = value
+    take_step(optimizer, model, batch, "closure")
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 @each_optimizer

@@ -19,15 +19,17 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 import noisygrad as ng
+from noisygrad.training import CapturedStep
 from support.compare import OPTIMIZERS, differences, snapshot
 
-FORMS = ("closure", "several draws of a closure", "contexts", "accumulation", "a fresh pass", "a loss")
+FORMS = ("closure", "several draws of a closure", "contexts", "accumulation", "a fresh pass", "a loss", "captured")
 SIZES = ("small", "medium")
 LATE = "(too late)"
 HELPER = """
@@ -82,17 +84,20 @@ class Case:
     kind: Any
     form: str
     size: str = "small"
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
         classes = 2
-        if self.size == "small":
-            body = [nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, classes)]
-            self.model, shape = nn.Sequential(*body), (6, 3)
-        else:
-            wide, hidden = (16, 24) if self.kind is ng.NoisyFull else (48, 96)
-            body = [nn.Linear(wide, hidden), nn.BatchNorm1d(hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU()]
-            self.model, shape = nn.Sequential(*body, nn.Linear(hidden, classes)), (32, wide)
+        wide, hidden, batch = (3, 4, 6) if self.size == "small" else (48, 96, 32)
+        if self.size == "medium" and self.kind is ng.NoisyFull:
+            wide, hidden = 16, 24
+        # On a GPU running statistics are not taken back.
+        norm = nn.BatchNorm1d(hidden) if self.device == "cpu" else nn.LayerNorm(hidden)
+        body = [nn.Linear(wide, hidden), norm, nn.Tanh()] + [nn.Linear(hidden, hidden), nn.ReLU()] * (
+            self.size != "small"
+        )
+        self.model, shape = nn.Sequential(*body, nn.Linear(hidden, classes)).to(self.device), (batch, wide)
         settings: dict[str, Any] = {"stats_every": 2, "factor_every": 3, "lr": 1e-2, "kl_clip": 1e-2, "seed": 3}
         if self.form == "several draws of a closure":
             settings |= {"mc_samples": 2, "momentum_mode": "heavy_ball"}
@@ -102,7 +107,10 @@ class Case:
             settings |= {"groups": {"0.*": {"lr": 1e-3}}, "damping": 0.1}
         self.optimizer = self.kind(self.model, ng.Gaussian(), num_data=100, **settings)
         self.draws = 3 if self.form == "accumulation" else 1
-        self._x, self._y = torch.randn(8, *shape), torch.randn(8, shape[0], classes)
+        self._x = torch.randn(8, *shape).to(self.device)
+        self._y = torch.randn(8, batch, classes).to(self.device)
+        self._place = self._x[0].clone(), self._y[0].clone()
+        self._captured = CapturedStep(self.optimizer, lambda: (self.model(self._place[0]), self._place[1]))
 
     def iterate(self, number: int) -> None:
         """One step, with its draws; those that are there already are not made again."""
@@ -112,6 +120,10 @@ class Case:
                 with self.optimizer.sampled() as draw:
                     draw.nll(self.model(x), y).backward()
             self.optimizer.step()
+        elif self.form == "captured":
+            self._place[0].copy_(x)
+            self._place[1].copy_(y)
+            self._captured()
         elif self.form == "a loss":
             self.optimizer.step(lambda: self._differentiated(x, y))
         else:
@@ -211,7 +223,7 @@ def interrupted(case: Callable[[], Case], number: int, *, by_process: bool, coun
                 faults = len(count.faults)
                 torch.set_grad_enabled(True)
                 trained, twin, step = case(), case(), 0
-            if step < 8:  # what a first step prepares
+            if step < 16:  # what a first step prepares
                 trained.iterate(step)
                 twin.iterate(step)
             else:
@@ -225,6 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     random.seed(arguments.seed)
     torch.set_num_threads(1)
@@ -232,7 +245,7 @@ def main() -> None:
     total = Count()
     for index, (kind, form, size, by_process) in enumerate(cases):
         number = arguments.number // len(cases) + (index < arguments.number % len(cases))
-        interrupted(lambda k=kind, f=form, s=size: Case(k, f, s), number, by_process=by_process, count=total)  # type: ignore[misc]
+        interrupted(partial(Case, kind, form, size, arguments.device), number, by_process=by_process, count=total)
         print(f"{index + 1} of {len(cases)}: {dict(total.found)}", file=sys.stderr, flush=True)
     print(f"{total.inside:7} interrupts of steps")
     for ending, number in total.found.most_common():

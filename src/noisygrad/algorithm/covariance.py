@@ -97,13 +97,17 @@ class Covariance:
     # ---------------------------------------------------------------- the factors
 
     def refresh_(
-        self, dampings: Mapping[int, float], between: Callable[[], object] = lambda: None
-    ) -> Callable[[], None]:
+        self,
+        dampings: Mapping[int, float],
+        between: Callable[[], object] = lambda: None,
+        back: Callable[[], None] | None = None,
+    ) -> None:
         """Factorise every block anew, with γ_ex by param group; the ranks share the work.
 
-        `between` is called between the blocks, and may raise. Returns what brings the old factors back. Raises
-        FactorisationError with the layer's name, and then all factors, on all ranks, are what they were.
+        `between` is called between the blocks, and may raise. Raises FactorisationError with the layer's name, and then
+        all factors, on all ranks, are what they were: `back` is their `way_back`, if the caller has it already.
         """
+        back = self.way_back() if back is None else back
 
         def factorise() -> None:
             done = self._refresh_stacks(dampings)
@@ -113,7 +117,6 @@ class Covariance:
                 if mine and block.name not in done:
                     self._store(block, self._factorise(block, dampings[block.group]))
 
-        back = self._way_back()
         try:
             with full_precision():
                 if self._ranks.active:
@@ -129,7 +132,6 @@ class Covariance:
                 self._ranks.broadcast([*basis.values(), *self.factors[block.name].tensors().values()], owner)
         if self.generation != self._stacked_at and self._device.type in stacks.DEVICES and self._lean:
             self._stack()
-        return back
 
     def refresh_where_finite_(self, dampings: Mapping[int, float]) -> Tensor:
         """Factorise anew; a replica whose factors come out not finite keeps those it had.
@@ -272,8 +274,8 @@ class Covariance:
             self._stacks = Stacks(self.blocks, self.factors, self.priors, self._size, self._device)
             self.factors |= self._stacks.members
 
-    def _way_back(self) -> Callable[[], None]:
-        """What makes all factors what they are now."""
+    def way_back(self) -> Callable[[], None]:
+        """What makes all factors what they are now; it keeps a copy of them."""
         factors, generation = dict(self.factors), self.generation
         if capturing() or not factors:  # nothing can fail where nothing is looked at
             return lambda: None

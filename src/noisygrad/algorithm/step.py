@@ -16,6 +16,8 @@ from noisygrad.kernels.tensors import inner_product, scale_unless_one_
 
 Groups = Sequence[tuple[Mapping[str, Any], slice]]
 """The settings of each param group (`lr`, `momentum`), with its part of the flat vector."""
+Written = tuple[list[Tensor], list[Tensor]]
+"""Tensors, and what is to be in them."""
 
 
 def is_early(step: int, every: int) -> bool:
@@ -70,21 +72,21 @@ class NoisyNaturalGradient:
         self.covariance.fisher.update_(measured, rate, mask=mask)
 
     def move_(
-        self,
-        gradient: Tensor,
-        groups: Groups,
-        *,
-        clip: float | Tensor | None = None,
-        mask: Tensor | None = None,
-        fisher: bool = False,
+        self, gradient: Tensor, groups: Groups, *, clip: float | Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor | None:
-        """M ← M − α̃ (P + γ_ex I)⁻¹ m̂, shortened to the trust region; a mask of 0 leaves everything as it was.
+        """`next` and `write_` in one; returns the factor."""
+        written, factor = self.next(gradient, groups, clip=clip, mask=mask)
+        write_(written)
+        return factor
 
-        The mean and what the momentum keeps are computed aside and written by one operation, with the Fisher if it was
-        prepared and is to be. The gradient's memory is used. Returns the factor by which the trust region shortened the
-        step, `[*replicas, 1]`; None without one.
+    def next(
+        self, gradient: Tensor, groups: Groups, *, clip: float | Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Written, Tensor | None]:
+        """M − α̃ (P + γ_ex I)⁻¹ m̂, shortened to the trust region; with a mask of 0 everything as it was.
+
+        Returns what is to be written of the mean and the momentum, and the factor by which the trust region shortened
+        the step, `[*replicas, 1]`; None without one. The gradient's memory is used.
         """
-        self.momentum.taken()  # which a step that failed may have left
         gradient = self.momentum.of_gradient(gradient, groups, mask)
         step = self.covariance.solve(gradient)
         factor = None
@@ -93,9 +95,6 @@ class NoisyNaturalGradient:
             step = scale_unless_one_(step, factor)
         step = self.momentum.of_step(step, groups, mask)
         old, new = self.momentum.taken()
-        if fisher and self.covariance.fisher.prepared is not None:
-            old += self.covariance.fisher.prepared[0]
-            new += self.covariance.fisher.prepared[1]
         for group, part in groups:
             lr, mean = group["lr"], _of(self.mean, part)
             if mask is None and not isinstance(lr, Tensor):
@@ -104,8 +103,12 @@ class NoisyNaturalGradient:
                 moved = mean - _of(step, part) * (lr if mask is None else lr * mask)
             old.append(mean)
             new.append(moved)
-        torch._foreach_copy_(old, new)
-        return factor
+        return (old, new), factor
+
+
+def write_(written: Written) -> None:
+    """By one operation; it may be done again."""
+    torch._foreach_copy_(*written)
 
 
 def clip_factor(gradient: Tensor, step: Tensor, groups: Groups, clip: float | Tensor) -> Tensor:
@@ -132,15 +135,15 @@ class Momentum:
         self.weight = like.new_zeros(groups)
         """1 − β₁ᵏ of each param group, kept as a recursion so that a captured graph counts by itself."""
         self._one = like.new_ones(1)
-        self._kept: tuple[list[Tensor], list[Tensor]] = [], []
+        self._kept: Written = [], []
 
     def keep(self, tensor: Tensor, new: Tensor) -> None:
         """Once the step is made, `tensor`, of this mode or a part of one, is to be what `new` is then."""
         self._kept[0].append(tensor)
         self._kept[1].append(new)
 
-    def taken(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What there is to write: the tensors and what they are to be; then there is nothing more."""
+    def taken(self) -> Written:
+        """What there is to write; then there is nothing more."""
         kept, self._kept = self._kept, ([], [])
         return kept
 

@@ -141,13 +141,12 @@ def inverse_root(
     """
     if matrix.shape[-1] == 1 and capturing():
         return matrix.rsqrt(), matrix.log().flatten(-2).squeeze(-1)
-    root, logdet, squares, failed = _cholesky_root(matrix)
+    root, logdet, squares, info = _cholesky_root(matrix)
     if capturing():
         return root, logdet
-    bound = torch.as_tensor(floor, dtype=matrix.dtype, device=matrix.device).expand(failed.shape)
-    # A squared pivot is a Schur complement, never below the smallest eigenvalue: if it is, that is rounding, even where
-    # Cholesky reported no error.
-    failed = failed | (squares < 0.5 * bound)
+    bound = torch.as_tensor(floor, dtype=matrix.dtype, device=matrix.device).expand(logdet.shape)
+    squares = squares.amin(-1)
+    failed = (info != 0) | _is_wrong(root, logdet, squares, bound)
     if exact is not None:
         rounding = NEAR_ROUNDING * torch.finfo(matrix.dtype).eps * torch.linalg.matrix_norm(matrix)
         failed = failed | ((bound < rounding) & (squares < matrix.shape[-1] * rounding))
@@ -164,14 +163,22 @@ def inverse_root(
 
 
 def _cholesky_root(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(root, logdet, smallest squared pivot, whether something is wrong with them)."""
+    """(root, logdet, squared pivots, what Cholesky reports: 0 where it succeeded)."""
     cholesky: Tensor
     info: Tensor
     cholesky, info = torch.linalg.cholesky_ex(matrix)
     root = lower_inverse(cholesky).mT
     pivots = cholesky.diagonal(dim1=-2, dim2=-1)
-    logdet = 2.0 * pivots.log().sum(-1)
-    return root, logdet, pivots.square().amin(-1), (info != 0) | ~(root.sum((-2, -1)) + logdet).isfinite()
+    return root, 2.0 * pivots.log().sum(-1), pivots.square(), info
+
+
+def _is_wrong(root: Tensor, logdet: Tensor, smallest: Tensor, floor: Tensor) -> Tensor:
+    """Whether a root is wrong.
+
+    A squared pivot is a Schur complement, never below the smallest eigenvalue: if it is, that is rounding, even where
+    Cholesky reported no error.
+    """
+    return ~(root.sum((-2, -1)) + logdet).isfinite() | (smallest < 0.5 * floor)
 
 
 def lower_inverse(lower: Tensor) -> Tensor:
@@ -219,7 +226,8 @@ def _repaired(matrix: Tensor, floor: Tensor, dtype: torch.dtype, *, precise: boo
     least = torch.finfo(dtype).eps * matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
     lifted = (floor > 0) & (floor < least)
     matrix = matrix + torch.diag_embed(torch.where(lifted, least - floor, 0.0)[..., None].expand(matrix.shape[:-1]))
-    root, logdet, squares, failed = _cholesky_root(matrix)
+    root, logdet, squares, info = _cholesky_root(matrix)
+    squares = squares.amin(-1)
     # Where the factor alone is far from singular, it does not matter what is added.
     if bool((lifted & (squares < 8 * size * least)).any()):
         _report(
@@ -228,7 +236,7 @@ def _repaired(matrix: Tensor, floor: Tensor, dtype: torch.dtype, *, precise: boo
             f"narrow. Scale the inputs of the layer{' or train in float64' * (dtype != torch.float64)}."
         )
     floor = torch.where(lifted, least, floor)
-    failed = failed | (squares < 0.5 * floor)
+    failed = (info != 0) | _is_wrong(root, logdet, squares, floor)
     if bool(failed.any()):
         root, logdet = root.contiguous(), logdet.clone()
         root[failed], logdet[failed] = _floored_inverse_root(matrix[failed], floor[failed], dtype)

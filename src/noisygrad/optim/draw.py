@@ -113,7 +113,9 @@ class Interrupts:
         """Whether there was a `hold` that no `release` has ended."""
         self._held = False
         self._waiting: dict[int, tuple[Handler, float]] = {}
+        self._handlers: list[Any] = []
         self._replaced: list[tuple[int, _Replacement]] = []
+        self._process = 0
 
     def hold(self) -> None:
         """From now on signals wait."""
@@ -143,22 +145,28 @@ class Interrupts:
                 set_handler(number, replacement.handler)
 
     def _replace(self) -> None:
-        self._replaced = []
+        self._process = os.getpid()
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in SIGNALS:
-            handler = getsignal(number)
-            if callable(handler):
-                while isinstance(handler, _Replacement) and (
-                    handler.interrupts is self or not handler.interrupts.active
-                ):  # left behind
-                    handler = handler.handler
-                replacement = _Replacement(self, handler)
-                self._replaced.append((number, replacement))
-                set_handler(number, replacement)
+        handlers = list(map(getsignal, SIGNALS))
+        if handlers != self._handlers:
+            found = [(number, handler) for number, handler in zip(SIGNALS, handlers, strict=True) if callable(handler)]
+            self._replaced = [(number, _Replacement(self, self._users(handler))) for number, handler in found]
+            self._handlers = handlers
+        for number, replacement in self._replaced:
+            set_handler(number, replacement)
+
+    def _users(self, handler: Handler) -> Handler:
+        """The handler behind replacements that were left behind."""
+        while isinstance(handler, _Replacement) and (handler.interrupts is self or not handler.interrupts.active):
+            handler = handler.handler
+        return handler
 
     def caught(self, number: int, frame: Any, handler: Handler) -> None:
         """What a replacement does."""
+        if os.getpid() != self._process:  # forked meanwhile
+            handler(number, frame)
+            return
         if self.active and self._held:
             _, since = self._waiting.setdefault(number, (handler, time.monotonic()))
             if time.monotonic() - since < PATIENCE:
@@ -177,13 +185,9 @@ class _Replacement:
 
     def __init__(self, interrupts: Interrupts, handler: Handler) -> None:
         self.interrupts, self.handler = interrupts, handler
-        self._process = os.getpid()
 
     def __call__(self, number: int, frame: Any) -> None:
-        if os.getpid() == self._process:
-            self.interrupts.caught(number, frame, self.handler)
-        else:  # forked meanwhile
-            self.handler(number, frame)
+        self.interrupts.caught(number, frame, self.handler)
 
 
 _LIVE: set[DrawnWeights] = set()

@@ -21,13 +21,13 @@ from noisygrad.curvature.fisher import FisherKind
 from noisygrad.distributed import Group, Ranks
 from noisygrad.families.base import DampingMode
 from noisygrad.likelihoods import Likelihood
-from noisygrad.optim.accumulated import Accumulated
+from noisygrad.optim.accumulated import Accumulated, Scaling
 from noisygrad.optim.assembly import assemble
 from noisygrad.optim.draw import Draw, Drawing
 from noisygrad.optim.measurement import Closure, unpacked
-from noisygrad.optim.options import FisherPass, GroupPatterns, Options, Schedule, check_arguments, check_rates
+from noisygrad.optim.options import FisherPass, GroupPatterns, Options, Schedule, check_arguments, check_groups
 from noisygrad.optim.state import OptimizerState, blocks_of_parameters
-from noisygrad.optim.update import ParamGroups, Scaling, Transaction
+from noisygrad.optim.update import ParamGroups, Transaction
 from noisygrad.posterior.coverage import Coverage
 from noisygrad.posterior.posterior import Posterior
 from noisygrad.posterior.prior import BlockPriors
@@ -150,6 +150,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         likelihood.bind(self.structure.replicas, self.device, self.dtype)
         canonical = BlockPriors.build(self._canonical_structure, prior_variance, prior, self.dtype, self.device)
         self.priors = canonical.to_memory(self.structure)
+        self._same_draw = same_draw_on_all_ranks
         self.update = assemble(
             self.model,
             self.structure,
@@ -188,6 +189,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         if self.transaction.is_drawing():
             raise RuntimeError("sampled() contexts cannot be nested")
         self.check_still_valid()
+        self.transaction.watch.check(self.accumulated.draws)
         return self.transaction.enter(drawing)
 
     @overload  # type: ignore[override]
@@ -203,14 +205,17 @@ class NoisyOptimizer(torch.optim.Optimizer):
 
         With a closure that returns `(output, target)`, the draws are made here, `mc_samples` of them, and the mean loss
         is returned; weights of examples and a mask may follow, as in `draw.nll`. A closure that calls `backward` itself
-        and returns a loss works too, with the empirical Fisher. Gradients are consumed: no `zero_grad` is needed.
-        Raises `NonFiniteError` and changes nothing if the loss was not finite (on a GPU: masks the step, and raises at
-        the next refresh of the factors). Whatever else ends it, all is as before the first draw, or as after the step.
+        and returns a loss works too, with the empirical Fisher; after draws it may only do what frameworks do before a
+        step, such as clipping. Gradients are consumed: no `zero_grad` is needed. Raises `NonFiniteError` and changes
+        nothing if the loss was not finite (on a GPU: masks the step, and raises at the next refresh of the factors).
+        Whatever else ends it, all is as before the first draw, or as after the step.
         """
         if self.transaction.is_drawing():
             raise RuntimeError("step() inside sampled(): leave the context first, which ends the draw")
         self.check_still_valid()
         transaction = self.transaction
+        if closure is not None and not self.accumulated.draws:
+            transaction.watch.check(0)
         try:
             transaction.begin()
             with torch.no_grad():
@@ -227,11 +232,11 @@ class NoisyOptimizer(torch.optim.Optimizer):
         return loss
 
     def check_still_valid(self) -> None:
-        """Raise if the model's parameters are others, or a learning rate is senseless, since the optimiser was made."""
+        """Raise if the model's parameters are others, or a param group has senseless numbers, since construction."""
         if self._parts.changed():
             self.structure.check_unchanged(self.model)
             self._parts.accept()
-        check_rates(self.param_groups)
+        check_groups(self.param_groups)
 
     def unscale_(self, scaler: torch.amp.GradScaler) -> None:
         """`scaler.unscale_(optimizer)`, to be called in its place: so the step knows what gradients lack."""
@@ -245,7 +250,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         """
         if self.transaction.in_closure:
             return
-        if self.weights.current is not None and self.weights.current.has_loss:
+        if self.transaction.is_drawing() and self.weights.current is not None and self.weights.current.has_loss:
             raise RuntimeError(
                 "zero_grad() inside sampled() would drop what the loss has left for the step. Take it out: step() "
                 "consumes gradients, so that none is needed; to give up earlier draws, call it before sampled()"
@@ -325,12 +330,11 @@ class NoisyOptimizer(torch.optim.Optimizer):
             "optimiser of the other model and give it the state with load_state_dict()"
         )
 
+    # ---------------------------------------------------------------- closures
+
     @torch.enable_grad()
     def _evaluate(self, closure: Closure) -> None:
-        """`mc_samples` draws with the closure and, where `fisher_pass="fresh"` asks for it, one for statistics.
-
-        After draws of `sampled()` a closure may only do what frameworks do before a step, such as clipping.
-        """
+        """`mc_samples` draws with the closure and, where `fisher_pass="fresh"` asks for it, one for statistics."""
         if self.accumulated.draws:
             if self.transaction.run(closure) is not None:
                 raise TypeError("after sampled(), the closure of step() must compute nothing and return None")

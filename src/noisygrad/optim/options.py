@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from noisygrad.algorithm.fisher import FisherStart
 from noisygrad.algorithm.step import MOMENTUM_MODES, is_early, refresh_due
 from noisygrad.curvature.fisher import FisherKind
+from noisygrad.distributed import sharded_parameters
 from noisygrad.families import family_named
 from noisygrad.families.base import DampingMode
 from noisygrad.likelihoods import Likelihood
-from noisygrad.posterior.faults import one_of, whole_number
+from noisygrad.posterior.faults import format_names, one_of, whole_number
 from noisygrad.priors import FittedPrior, PriorVariance, check_prior_variance, is_improper
 
 FisherPass = Literal["same", "fresh"]
@@ -93,22 +94,26 @@ class Options:
         return refresh_due(step, self.factor_every)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def positive(name: str, value: float) -> float:
     """`value` if it is a positive finite number, else a ValueError that names it."""
-    if not isinstance(value, Real) or not math.isfinite(value) or value <= 0:
+    if not _is_number(value) or not math.isfinite(value) or value <= 0:
         raise ValueError(f"{name} must be a positive number, got {value!r}")
     return value
 
 
 def not_negative(name: str, value: float) -> None:
     """Raise a ValueError that names `value` if it is no finite number of at least 0."""
-    if not isinstance(value, Real) or not 0 <= value < math.inf:
+    if not _is_number(value) or not 0 <= value < math.inf:
         raise ValueError(f"{name} must be at least 0, got {value!r}")
 
 
 def fraction(name: str, value: float) -> float:
     """`value` if it lies in [0, 1), else a ValueError that names it."""
-    if not isinstance(value, Real) or not 0 <= value < 1:
+    if not _is_number(value) or not 0 <= value < 1:
         raise ValueError(f"{name} must be at least 0 and below 1, got {value!r}")
     return value
 
@@ -124,6 +129,17 @@ def check_arguments(
     """The prior variance, 1 where none is said; raise for slips that would surface far from where they were made."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the first argument must be the model itself, an nn.Module; got {type(model).__name__}")
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if found := [name for name, parameter in trained.items() if parameter.is_complex()]:
+        raise ValueError(
+            f"{format_names(found)}: complex parameters are not supported. Hold real and imaginary part as two real "
+            "parameters (torch.view_as_complex joins them), or freeze them"
+        )
+    if found := [name for name in sharded_parameters(model) if name in trained]:
+        raise ValueError(
+            f"{format_names(found)}: parameters that are shared out among processes (DTensors: FSDP, tensor parallel) "
+            "are not supported. Use DistributedDataParallel, where each process has all of them, or freeze them"
+        )
     if not isinstance(likelihood, Likelihood):
         given = likelihood.__name__ if isinstance(likelihood, type) else type(likelihood).__name__
         raise TypeError(f"likelihood must be an instance of one of noisygrad's, such as ng.Gaussian(); got {given}")
@@ -178,17 +194,33 @@ class GroupPatterns:
         ]
 
 
-def check_rates(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise for a learning rate that a user or a scheduler has made senseless since; a GPU's tensor is not waited for.
+def check_groups(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise for a number that a user or a scheduler has made senseless since; a GPU's tensor is not waited for.
 
-    0 is a start that schedules have.
+    An lr of 0 is a start that schedules have.
     """
     for group in groups:
-        lr = group["lr"]
-        if isinstance(lr, Tensor):
-            lr = lr.item() if lr.device.type == "cpu" else 0.0
-        if not 0.0 <= lr < math.inf:
-            raise ValueError(f"lr of a param group must be a number of at least 0 and finite; it was set to {lr!r}")
+        lr, momentum, damping = group["lr"], group["momentum"], group["damping"]
+        if not (
+            type(lr) is type(momentum) is type(damping) is float
+            and 0.0 <= lr < math.inf
+            and 0.0 <= momentum < 1.0
+            and 0.0 <= damping < math.inf
+        ):
+            not_negative("lr of a param group", _rate(lr))
+            fraction("momentum of a param group", momentum)
+            not_negative("damping of a param group", damping)
+
+
+def _rate(lr: Any) -> Any:
+    """The number that a learning rate is, as far as that is known without waiting."""
+    if not isinstance(lr, Tensor):
+        return lr
+    if lr.dim() or not lr.is_floating_point():
+        raise ValueError(
+            f"lr must be a number or a floating tensor without dimensions, got a {lr.dtype} of shape {[*lr.shape]}"
+        )
+    return lr.item() if lr.device.type == "cpu" else 0.0
 
 
 def _checked(pattern: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -199,8 +231,7 @@ def _checked(pattern: str, settings: dict[str, Any]) -> dict[str, Any]:
             f"group {pattern!r}: unknown options {sorted(unknown)}; possible are {', '.join(GROUP_OPTIONS)}"
         )
     lr = settings["lr"]
-    if isinstance(lr, Tensor) and lr.dim():
-        raise ValueError(f"lr must be a number or a tensor without dimensions, got one of shape {list(lr.shape)}")
+    _rate(lr)
     positive("lr", float(lr) if isinstance(lr, Tensor) else lr)
     fraction("momentum", settings["momentum"])
     not_negative("damping", settings["damping"])

@@ -17,7 +17,7 @@ from torch import Tensor
 from noisygrad.archive import not_finite
 from noisygrad.families.base import TensorRecord
 from noisygrad.optim.generators import part_generators_
-from noisygrad.optim.options import GROUP_OPTIONS, check_rates
+from noisygrad.optim.options import GROUP_OPTIONS, check_groups
 from noisygrad.optim.update import Update
 from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.faults import whole_number
@@ -100,7 +100,7 @@ class OptimizerState:
             raise ValueError("the state has other param groups, the same in another order, or is of another model")
         if lost := {name for group in state["param_groups"] for name in GROUP_OPTIONS if name not in group}:
             raise ValueError(f"the state's param groups lack {', '.join(sorted(lost))}: it is damaged")
-        check_rates(state["param_groups"])
+        check_groups(state["param_groups"])
         for group, saved in zip(param_groups, state["param_groups"], strict=True):
             for name, value in saved.items():
                 if (

@@ -4,17 +4,17 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from noisygrad.algorithm.step import NoisyNaturalGradient
+from noisygrad.algorithm.step import NoisyNaturalGradient, Written, write_
 from noisygrad.curvature.capture import Capture
 from noisygrad.distributed import GradientReduction, Ranks
 from noisygrad.kernels.factorisation import capturing
 from noisygrad.likelihoods import Likelihood
-from noisygrad.optim.accumulated import Accumulated, GradientWatch
+from noisygrad.optim.accumulated import Accumulated, GradientWatch, Scaling
 from noisygrad.optim.draw import Draw, DrawnWeights, Interrupts
 from noisygrad.optim.execution import DeviceScalars, Executor
 from noisygrad.optim.finite import FiniteGuard, RunningStatistics
@@ -39,32 +39,13 @@ class ParamGroups:
         return {number: group["damping"] for number, group in zip(self.numbers, self.settings, strict=True)}
 
 
-@dataclass(frozen=True)
-class Scaling:
-    """What a GradScaler says of the gradients: the scale they have, and whether one of them is infinite."""
-
-    scale: Tensor | None = None
-    found_inf: Tensor | None = None
-
-    @classmethod
-    def of(cls, told: Mapping[str, Any], found: Accumulated) -> Self:
-        """From the attributes that a GradScaler sets; raises where it has unscaled gradients and nobody said so."""
-        if found.unscaled is None and "grad_scale" in told and told["grad_scale"] is None:
-            raise RuntimeError(
-                "a GradScaler has unscaled the gradients, so the factor that the losses were scaled by is not known "
-                "any more: call optimizer.unscale_(scaler) in place of scaler.unscale_(optimizer), then clip. Where a "
-                "framework unscales by itself, bound the step by kl_clip and let it leave the gradients as they are"
-            )
-        return cls(told.get("grad_scale"), told.get("found_inf"))
-
-
 @dataclass(kw_only=True)
 class Update:
     """What a step is made of, and how it is made: all of it, or nothing.
 
-    Up to the move of the mean nothing has changed, or what has is known to `undo`; from then on there is only `finish`.
-    Averages are made in the memory of what was measured. Factors, which the step itself uses, are overwritten, and
-    copies of the old ones kept.
+    Until it is known what is to be written nothing has changed, or what has is known to `undo`; then there is only
+    `finish`. New averages are made in the memory of what was measured. Factors, which the step itself uses, are
+    overwritten, and copies of the old ones kept.
     """
 
     algorithm: NoisyNaturalGradient
@@ -83,11 +64,12 @@ class Update:
         self.scalars = DeviceScalars(self.algorithm.mean, len(self.groups.parts))
         self._fisher = self.algorithm.covariance.fisher
         self._ways_back: list[Callable[[], object]] = []
+        self._noise_modules = list(self.likelihood.modules())  # `buffers()` takes longer than to copy them
         self._noise: list[Tensor] = []
         self._noise_before: list[Tensor] = []
-        self._number = 0
         self.moved: int | None = None
-        """The number of the step whose mean is there, and which is to be finished."""
+        """The number of the step that is to be finished, or has been."""
+        self._written: Written | None = None
         self.reduction = GradientReduction(self.ranks)
         self._begun = False
 
@@ -95,12 +77,16 @@ class Update:
         """Everything as before the step, of which the mean has not moved."""
         for way_back in reversed(self._ways_back):
             way_back()
-        self._ways_back = []
+        self._ways_back, self._written = [], None
         self._fisher.prepared = None
+        self.algorithm.momentum.taken()
 
     def finish(self) -> None:
-        """What is left to do once the mean has moved: done twice, it is done once."""
+        """What is left to do: done twice, it is done once."""
         self._ways_back = []
+        if self._written is not None:
+            write_(self._written)
+            self._written = None
         if self._fisher.prepared is not None:
             self._fisher.commit_()
         self.weights.end()
@@ -110,7 +96,6 @@ class Update:
 
         `between` is called between pieces of long work. `finish` or `undo` must follow.
         """
-        self._number = step
         decay, clip = self.options.decay_at(step), self.options.clip_at(step)
         if not self._begun:
             self.ranks.check_current()
@@ -131,26 +116,29 @@ class Update:
             if isinstance(weight, Tensor):
                 weight = scalars.weight.copy_(weight)
             if self._is_plain(step, found, scaling):
-                key = self.replay_key() if isinstance(weight, float) else (self.replay_key(), "weighted")
-                work = lambda: self._move(  # noqa: E731
-                    scalars.groups, scalars.clip, self._watched(found, scalars.loss, scaling, weight)
-                )
-                self._run("step", key, work)
+                watch = partial(self._watched, found, scalars.loss, scaling, weight)
+                work = lambda: self._move(scalars.groups, scalars.clip, watch())  # noqa: E731
+                self._run(step, "step", work, *(["weighted"] if isinstance(weight, Tensor) else []))
                 return
             mask = self._watch_and_measure(step, found, scaling, weight, scalars.rate, between)
             assert mask is not None
             scalars.mask.copy_(mask)
             work = lambda: self._move(scalars.groups, scalars.clip, scalars.mask)  # noqa: E731
-            self._run("move", self.replay_key(), work)
+            self._run(step, "move", work)
         else:
             mask = self._watch_and_measure(step, found, scaling, float(weight), 1.0 - decay, between)
-            self._move(self.groups.settings, clip, mask, fisher=True)
+            self._written = self._next(self.groups.settings, clip, mask)
+            if self._fisher.prepared is not None:
+                self._written[0].extend(self._fisher.prepared[0])
+                self._written[1].extend(self._fisher.prepared[1])
+            self.weights.stale = True
+            self.moved, self._fisher.prepared = step, None
 
-    def _run(self, name: str, key: tuple[Any, ...], work: Callable[[], None]) -> None:
-        """The move of the mean, perhaps as a recorded graph that writes the parameters too."""
-        self.executor.run(name, key, work)
+    def _run(self, step: int, name: str, work: Callable[[], None], *kind: str) -> None:
+        """The move of the mean, perhaps as a recorded graph."""
+        self.executor.run(name, (*self.replay_key(), *kind), work)
         self.weights.stale = False
-        self.moved = self._number
+        self.moved = step
 
     def _share(self, step: int, found: Accumulated, scaling: Scaling) -> Scaling:
         """Bring together what the ranks have, with the gradients where nobody has reduced them yet."""
@@ -201,7 +189,8 @@ class Update:
             if not capturing():  # nothing can fail where nothing is looked at
                 self._ways_back.append(self._fisher.backup().restore)
             self._fisher.commit_()
-            self._ways_back.append(self.algorithm.covariance.refresh_(self.groups.dampings(), between))
+            self._ways_back.append(back := self.algorithm.covariance.way_back())
+            self.algorithm.covariance.refresh_(self.groups.dampings(), between, back)
         if found.noise is not None:
             self._update_noise(found.noise / found.noise_weight, mask)
         return mask
@@ -229,24 +218,17 @@ class Update:
         doubtful = {} if found.known_finite else found.statistics
         return self.guard.watch(gradient, loss, doubtful, found.traces, scaling.found_inf)
 
-    def _move(
-        self,
-        settings: Sequence[Mapping[str, Any]],
-        clip: float | Tensor | None,
-        mask: Tensor | None,
-        *,
-        fisher: bool = False,
-    ) -> None:
+    def _next(self, settings: Sequence[Mapping[str, Any]], clip: float | Tensor | None, mask: Tensor | None) -> Written:
         groups = list(zip(settings, self.groups.parts, strict=True))
-        self.weights.stale = True
-        self.algorithm.move_(self.gradient.flat, groups, clip=clip, mask=mask, fisher=fisher)
-        if not self.executor.deferred:
-            self.moved, self._fisher.prepared = self._number, None
+        return self.algorithm.next(self.gradient.flat, groups, clip=clip, mask=mask)[0]
+
+    def _move(self, settings: Sequence[Mapping[str, Any]], clip: float | Tensor | None, mask: Tensor | None) -> None:
+        write_(self._next(settings, clip, mask))
         self.weights.show_mean_()
 
     def _update_noise(self, statistic: Tensor, mask: Tensor | None) -> None:
         likelihood, options = self.likelihood, self.options
-        now = list(likelihood.buffers())
+        now = [buffer for module in self._noise_modules for buffer in module._buffers.values() if buffer is not None]
         if len(now) != len(self._noise) or any(a is not b for a, b in zip(now, self._noise, strict=True)):
             self._noise, self._noise_before = now, [torch.empty_like(buffer) for buffer in now]
         torch._foreach_copy_(self._noise_before, now)
@@ -322,7 +304,6 @@ class Transaction:
 
     def begin_draw(self, with_statistics: bool) -> tuple[Draw, Capture | None]:
         """A draw, with the layers recorded where statistics are due."""
-        self.watch.check(self.accumulated.draws)
         due = with_statistics and self._update.options.stats_due(self.steps + 1)
         capture = self._capture if due else None
         draw = Draw(partial(self._loss, capture), lambda: self.accumulated.pending)

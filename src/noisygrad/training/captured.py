@@ -7,7 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from noisygrad.kernels.factorisation import capturing
 from noisygrad.optim import execution
+from noisygrad.optim.draw import Interrupts
 from noisygrad.optim.measurement import Closure
 from noisygrad.optim.optimizer import NoisyOptimizer
 
@@ -43,10 +45,21 @@ class CapturedStep:
         self._executor = execution.executor_for(optimizer.device, optimizer.generators)
         self._captures = self._executor.deferred and not optimizer.ranks.active
         self._refreshes = 0
+        self._interrupts = Interrupts(lambda: None)
 
-    @torch.no_grad()
     def __call__(self) -> Tensor:
         """One step; returns its loss, in a tensor that the next step may overwrite."""
+        try:
+            self._interrupts.hold()  # else a signal might come between a replay and its count
+            with torch.no_grad():
+                loss = self._step()
+            self._interrupts.release()
+        except BaseException:
+            self._interrupts.release()
+            raise
+        return loss
+
+    def _step(self) -> Tensor:
         optimizer, options = self._optimizer, self._optimizer.options
         step = optimizer.steps + 1
         statistics, refresh = options.stats_due(step), options.factors_due(step)
@@ -69,6 +82,15 @@ class CapturedStep:
         return self._optimizer.structure.family.factors_wait or self._refreshes % _LOOK_EVERY == 1
 
     def _as_it_is(self) -> Tensor:
+        if capturing():
+            return self._run()
+        self._interrupts.release()  # the optimiser holds signals by itself
+        try:
+            return self._run()
+        finally:
+            self._interrupts.hold()
+
+    def _run(self) -> Tensor:
         if self._prepare is not None:
             self._prepare()
         return self._optimizer.step(self._closure)

@@ -10,23 +10,34 @@ from __future__ import annotations
 
 import json
 import math
-import numbers
 import os
 import platform
 import re
+import reprlib
+import stat
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
 from noisygrad.versions import versions
 from noisygrad_paper.experiments.locked_files import BINARY, locked, write_all
+from noisygrad_paper.experiments.plain_values import (
+    LARGEST,
+    Metric,
+    check_name,
+    check_text,
+    is_finite,
+    plain_config,
+    plain_metrics,
+    plain_number,
+    replicate_number,
+)
 from noisygrad_paper.experiments.signed_lines import signed, unsigned
 
 Key: TypeAlias = tuple[str, str, int]
 """What a cell is known by within its experiment: data, method, replicate."""
-Metric: TypeAlias = float | list[float]
 Report: TypeAlias = Callable[[float, str], None]
 """Called by a job at work: the fraction of it that is done, and a word on what it does."""
 
@@ -46,8 +57,9 @@ class ConfigurationError(ValueError):
 class Cell:
     """One finished cell. Raises ValueError when made with values that cannot be stored.
 
-    A figure that is not finite is refused: it would spoil every mean it enters. A cell that could not be computed has
-    an `error` instead of figures. `config` and `metrics` are kept as JSON gives them back, tuples as lists.
+    A figure that is not finite, or beyond 1e100, is refused: it would spoil every mean it enters. A cell that could not
+    be computed has an `error` instead of figures. Names are printable text of at most 200 letters. `config` and
+    `metrics` are kept as JSON gives them back, tuples as lists.
     """
 
     experiment: str
@@ -63,15 +75,31 @@ class Cell:
     """Why there are no figures; None for a cell that has them."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "replicate", _replicate(self.replicate, self.label))
-        object.__setattr__(self, "config", _plain_config(self.config, self.label))
-        object.__setattr__(self, "metrics", _plain_metrics(self.metrics, self.label))
-        object.__setattr__(self, "seconds", _plain_number(self.seconds, f"{self.label}: seconds"))
+        for name in ("experiment", "data", "method", "device"):
+            check_name(getattr(self, name), f"{name} of a cell")
+        for name in ("config", "metrics", "versions"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise ValueError(f"{name} of a cell must be a JSON object; got {reprlib.repr(getattr(self, name))}")
+        for name, version in self.versions.items():
+            check_name(name, f"{self.label}: a name among versions")
+            check_name(version, f"{self.label}: the version of {name}")
+        object.__setattr__(self, "replicate", replicate_number(self.replicate, self.label))
+        object.__setattr__(self, "config", plain_config(self.config, self.label))
+        object.__setattr__(self, "metrics", plain_metrics(self.metrics, self.label))
+        object.__setattr__(self, "seconds", plain_number(self.seconds, f"{self.label}: seconds"))
         for name, value in {"seconds": self.seconds, **self.metrics}.items():
-            if not _is_finite(value):
-                raise ValueError(f"{self.label}: {name} must be finite; got {value}. Store a failed cell with an error")
+            if not is_finite(value):
+                raise ValueError(
+                    f"{self.label}: {name} must be finite and at most {LARGEST:g} in size; got {reprlib.repr(value)}. "
+                    "Store a failed cell with an error"
+                )
+        if self.error is not None:
+            check_text(self.error, f"{self.label}: error")
         if bool(self.metrics) != (self.error is None) or self.error == "":
-            raise ValueError(f"{self.label}: a cell has metrics or an error; got {self.metrics} and {self.error!r}")
+            raise ValueError(
+                f"{self.label}: a cell has metrics or an error; got {reprlib.repr(self.metrics)} and "
+                f"{reprlib.repr(self.error)}"
+            )
 
     @property
     def key(self) -> Key:
@@ -105,10 +133,7 @@ class Cell:
             raise ValueError(f"a cell is a JSON object; got {text[:60]!r}")
         absent, unknown = names - {"error"} - values.keys(), values.keys() - names
         if absent or unknown:
-            raise ValueError(f"a cell lacks {sorted(absent)} and has unknown {sorted(unknown)}")
-        for name in ("config", "metrics", "versions"):
-            if not isinstance(values[name], dict):
-                raise ValueError(f"{name} of a cell must be a JSON object; got {values[name]!r}")
+            raise ValueError(f"a cell lacks {sorted(absent)} and has unknown {reprlib.repr(sorted(unknown))}")
         return cls(**values)
 
 
@@ -124,13 +149,13 @@ class Job:
     """Expected cost of one replicate beside those of other jobs; only the time left is estimated from it."""
 
     def __post_init__(self) -> None:
-        numbered = tuple(_replicate(replicate, self.name) for replicate in self.replicates)
+        numbered = tuple(replicate_number(replicate, self.name) for replicate in self.replicates)
         if not numbered or len(set(numbered)) < len(numbered):
             raise ValueError(f"{self.name}: replicates must be one or more different numbers; got {self.replicates}")
         if not 0 < self.cost < math.inf:
             raise ValueError(f"{self.name}: cost must be positive and finite; got {self.cost}")
         object.__setattr__(self, "replicates", numbered)
-        object.__setattr__(self, "config", _plain_config(self.config, self.name))
+        object.__setattr__(self, "config", plain_config(self.config, self.name))
 
     @property
     def name(self) -> str:
@@ -148,10 +173,10 @@ class Job:
         error: str | None = None,
     ) -> Cell:
         """The finished cell of one replicate; a failed one where there is an error or a figure is not finite."""
-        found = _plain_metrics(metrics, f"{self.name} replicate {replicate}")
-        bad = [name for name, value in found.items() if not _is_finite(value)]
+        found = plain_metrics(metrics, f"{self.name} replicate {replicate}")
+        bad = [name for name, value in found.items() if not is_finite(value)]
         if bad and error is None:
-            error = "not finite: " + ", ".join(f"{name} = {found[name]}" for name in bad)
+            error = "not finite: " + ", ".join(f"{name} = {reprlib.repr(found[name])}" for name in bad)
         return Cell(
             experiment=experiment,
             data=self.data,
@@ -256,9 +281,12 @@ class Results:
 
     def _stored(self) -> _Stored:
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | BINARY)
+            descriptor = os.open(self.path, os.O_RDONLY | BINARY | getattr(os, "O_NONBLOCK", 0))
         except FileNotFoundError:
             return _Stored()
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise ResultsError(f"{self.path} is not a file: move it away, or choose another folder")
         with locked(descriptor, self.path, "shared"):
             return self._read(descriptor)
 
@@ -309,45 +337,6 @@ def _complaint(file: Path | str, bad: Mapping[int, str]) -> str:
         f"line {number} of {file} is bad ({reason}){more}. The cell of a bad line counts as missing: bring the line "
         "back from a copy, or delete it once the same command has computed the cell again"
     )
-
-
-def _replicate(value: Any, label: str) -> int:
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{label}: a replicate is a whole number from 0; got {value!r}")
-    return int(value)
-
-
-def _plain_config(config: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """A configuration as JSON gives it back, so that a stored one can be compared with a new one."""
-    try:
-        plain: dict[str, Any] = json.loads(json.dumps(dict(config), allow_nan=False))
-    except (TypeError, ValueError) as reason:
-        raise ValueError(
-            f"{label}: config must be numbers, text, true, false, null, lists and dictionaries, all finite; "
-            f"write anything else as text ({reason}): {config}"
-        ) from reason
-    return plain
-
-
-def _plain_metrics(metrics: Mapping[str, Any], label: str) -> dict[str, Metric]:
-    return {name: _plain_metric(value, f"{label}: the metric {name!r}") for name, value in metrics.items()}
-
-
-def _plain_metric(value: Any, label: str) -> Metric:
-    """A number, or a list of them, as plain Python numbers; whole ones stay whole."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain_number(each, label) for each in value]
-    return _plain_number(value, label)
-
-
-def _plain_number(value: Any, label: str) -> float:
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise ValueError(f"{label} must be a number or a list of numbers; got {value!r}, a {type(value).__name__}")
-    return int(value) if isinstance(value, numbers.Integral) else float(value)
-
-
-def _is_finite(value: Metric) -> bool:
-    return all(map(math.isfinite, value if isinstance(value, list) else [value]))
 
 
 def device_name(device: str) -> str:

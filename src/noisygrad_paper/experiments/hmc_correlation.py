@@ -87,8 +87,11 @@ def _short(values: torch.Tensor) -> list[float]:
 
 
 def variances(cell: Cell) -> NDArray[np.float64]:
-    """The variances of a cell, `[seeds, points]`."""
+    """The variances of a cell, `[seeds, points]`; raises ValueError for one that has none, or not as many of each."""
     found = [value for name, value in sorted(cell.metrics.items()) if name.startswith("variance_")]
+    lengths = {len(value) if isinstance(value, list) else 0 for value in found}
+    if len(lengths) != 1 or 0 in lengths:
+        raise ValueError(f"{cell.label}: lists variance_0, variance_1 and so on of one length were expected")
     return np.array(found, dtype=np.float64)
 
 
@@ -107,17 +110,18 @@ def compare(cells: Iterable[Cell]) -> list[Cell]:
             continue
         try:
             rows = [_compared(row, variances(known)[0]) for row in variances(cell)]
+            figures = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+            spread = [row["correlation"] for row in rows]
+            chains = {name: value for name, value in known.metrics.items() if name == "rhat"}
+            found.append(replace(cell, metrics={**figures, "correlations": spread, **chains}))
         except ValueError as error:
             found.append(replace(cell, metrics={}, error=str(error)))
-            continue
-        figures = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
-        spread = [row["correlation"] for row in rows]
-        chains = {name: value for name, value in known.metrics.items() if name == "rhat"}
-        found.append(replace(cell, metrics={**figures, "correlations": spread, **chains}))
     return found
 
 
 def _compared(variance: NDArray[np.float64], truth: NDArray[np.float64]) -> dict[str, float]:
+    if variance.shape != truth.shape:
+        raise ValueError(f"there are {len(variance)} predictive variances, and {len(truth)} of HMC's")
     if not (np.ptp(variance) > 1e-12 * variance.mean() and np.ptp(truth) > 0 and variance.min() > 0):
         raise ValueError("the predictive variance is 0 somewhere or the same everywhere: there is nothing to correlate")
     return {

@@ -12,7 +12,7 @@ from noisygrad_paper.pages.tables import Column, Table
 from noisygrad_paper.report.comparison import ACCURACY, BRIER, ECE, NLL, Metric
 from noisygrad_paper.report.figures import Curve, Panel, curve_panels, method_colour
 from noisygrad_paper.report.page import ReportPage
-from noisygrad_paper.report.study import Study
+from noisygrad_paper.report.study import Study, listed
 
 OURS, WITHOUT_NOISE = "noisy-K-FAC", "K-FAC"
 
@@ -29,12 +29,6 @@ _COLUMNS: dict[Metric, Column] = {
 }
 _DIAGRAMS = ("plain", "B")
 _CORRUPTIONS = {"noise": "Gaussian noise", "blur": "Blur", "contrast": "Low contrast"}
-
-
-def listed(cell: Cell, name: str) -> list[float]:
-    """A list among the metrics of a cell; empty where it was not measured."""
-    values = cell.metrics.get(name)
-    return values if isinstance(values, list) else []
 
 
 def draws_table(study: Study, data: str) -> Table | None:

@@ -14,7 +14,6 @@ from noisygrad_paper.report.calibration import (
     add_reliability,
     add_scores,
     draws_table,
-    listed,
     methods_in,
 )
 from noisygrad_paper.report.comparison import ACCURACY, ACCURACY_OF_MANY, Metric, signed
@@ -23,7 +22,7 @@ from noisygrad_paper.report.figures import Curve, Panel, View, curve_panels
 from noisygrad_paper.report.image_aims import ORDER, add_shortfalls, standings
 from noisygrad_paper.report.page import ReportPage
 from noisygrad_paper.report.provenance import add_provenance, wall_time_table
-from noisygrad_paper.report.study import Study, entry
+from noisygrad_paper.report.study import Study, entry, listed
 
 _DATA = paper.TABLE_2_DATA
 _LEARNED_NORM = "learned-norm"

@@ -21,7 +21,7 @@ def report(
     try:
         with interruptible(output):
             build_report(results).write(output)
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from None
     Console(highlight=False).print(f"The page is in {output}", soft_wrap=True, markup=False)

@@ -9,7 +9,7 @@ from noisygrad_paper.pages.tables import Column, Table
 from noisygrad_paper.report.figures import Curve, training_curves
 from noisygrad_paper.report.page import ReportPage
 from noisygrad_paper.report.provenance import add_failures, add_provenance
-from noisygrad_paper.report.study import Study, list_of
+from noisygrad_paper.report.study import Study, list_of, setting_of
 
 _REFERENCE = "BBB"
 _EXACT = "NNG-MVG/exact-damping"
@@ -105,7 +105,7 @@ def tuning_table(study: Study) -> Table:
         if cell.error is None:
             by_rate = ends.setdefault((cell.data, cell.method.rpartition("/lr=")[0]), {})
             value = cell.metrics.get("elbo")
-            by_rate.setdefault(cell.config["lr"], []).append(None if isinstance(value, list) else value)
+            by_rate.setdefault(setting_of(cell, "lr"), []).append(None if isinstance(value, list) else value)
     rows: list[dict[str, str | float | None]] = [
         {"data": data, "method": method, **{f"{rate:g}": _mean(values) for rate, values in by_rate.items()}}
         for (data, method), by_rate in ends.items()
@@ -148,5 +148,5 @@ def _together(curves: dict[int, Curve], numbers: Iterable[int]) -> Curve:
 
 
 def _step_size(study: Study, method: str, data: str) -> str:
-    sizes = dict.fromkeys(cell.metrics.get("lr") for cell in study.finished(method, data))
-    return ", ".join("–" if size is None else f"{size:g}" for size in sizes)
+    sizes = (cell.metrics.get("lr") for cell in study.finished(method, data))
+    return ", ".join(dict.fromkeys(f"{size:g}" if isinstance(size, int | float) else "–" for size in sizes))

@@ -125,7 +125,8 @@ def error_table(study: Study, methods: Sequence[str], tasks: Sequence[str]) -> T
             cells = study.finished(method, task)
             model, persistence = (_ends(cells, name) for name in ("model_error", "persistence_error"))
             if model is not None and persistence is not None:
-                figures: dict[str, Value] = {"model": model, "persistence": persistence, "ratio": model / persistence}
+                ratio = model / persistence if persistence else None
+                figures: dict[str, Value] = {"model": model, "persistence": persistence, "ratio": ratio}
                 rows.append({"task": task, "method": method, **figures})
     if not rows:
         return None

@@ -16,7 +16,7 @@ from noisygrad_paper.report.comparison_table import ComparisonTable, Entry
 from noisygrad_paper.report.figures import Curve, Panel, curve_panels, mean_curve, variance_scatter
 from noisygrad_paper.report.page import ReportPage
 from noisygrad_paper.report.provenance import add_failures, add_provenance, wall_time_table
-from noisygrad_paper.report.study import Study, entry
+from noisygrad_paper.report.study import Study, entry, listed
 
 _BEYOND = ("NNG-full", "NNG-MVG/exact", "NNG-MVG/lambda=1.4", "NNG-BlkTri/lambda=1.4", "NNG-MVG/batch", "ridge")
 ORDER = ("PBP", "NNG-FFG", "NNG-MVG", "NNG-BlkTri", *_BEYOND, "HMC")
@@ -164,7 +164,8 @@ def _scatter(page: ReportPage, cells: Sequence[Cell], study: Study) -> None:
         truth = found.get((name, hmc_correlation.TRUTH, 0))
         for method in _DRAWN:
             own = found.get((name, method, 0))
-            if truth is not None and own is not None:
+            compared = any(cell.replicate == 0 for cell in study.finished(method, name))
+            if truth is not None and own is not None and compared:
                 pair = hmc_correlation.variances(truth)[0].tolist(), hmc_correlation.variances(own)[0].tolist()
                 panels.setdefault(name, {})[method] = pair
     if panels:
@@ -216,10 +217,8 @@ def _curves(page: ReportPage, study: Study) -> None:
             for way, suffix in ((active_learning.ACTIVE, ""), (active_learning.RANDOM, "/random")):
                 if suffix and method.endswith(active_learning.BATCH):
                     continue  # the same as those of the method itself
-                rows = [cell.metrics[f"rmse_{way}_by_round"] for cell in study.finished(method, name)]
-                lines = [
-                    Curve([float(LABELLED + k) for k in range(len(row))], row) for row in rows if isinstance(row, list)
-                ]
+                rows = [listed(cell, f"rmse_{way}_by_round") for cell in study.finished(method, name)]
+                lines = [Curve([float(LABELLED + k) for k in range(len(row))], row) for row in rows if row]
                 if lines:
                     curves[method + suffix] = [mean_curve(lines)]
         panels.append(Panel(title=name, curves=curves, y_label="test RMSE"))

@@ -56,6 +56,11 @@ def method_colour(method: str, position: int = 0) -> str:
     return _COLOURS.get(method) or colour_of(method, position)
 
 
+def _plain(name: str) -> str:
+    """A name for matplotlib, which would read what is between two dollars as mathematics."""
+    return name.replace("$", r"\$")
+
+
 def _grid(
     count: int, columns: int, width: float, height: float, *, least_width: float = 0, below: float = 0, **shared: Any
 ) -> tuple[Figure, NDArray[Any]]:
@@ -91,7 +96,7 @@ def difference_plot(panels: Mapping[str, Mapping[str, Mapping[str, float]]], row
         for index, method in enumerate(methods):
             shift = 0.56 * (0.5 - (index + 0.5) / len(methods))
             _dots(axes, by_method.get(method, {}), place, shift, method, method_colour(method, index))
-        axes.set_title(title)
+        axes.set_title(_plain(title))
         axes.set(xlim=(-_FURTHEST - 0.6, _FURTHEST + 0.6), ylim=(-0.6, len(rows) - 0.4))
         axes.set_yticks(list(place.values()), list(rows.values()))
         axes.set_xlabel("← worse     standard errors     better →")
@@ -166,12 +171,12 @@ def training_curves(panels: Mapping[str, Mapping[str, Sequence[Curve]]], levels:
             colour = method_colour(method, index)
             for number, curve in enumerate(curves):
                 width, alpha = (1.8, 1.0) if len(curves) == 1 else (0.9, 0.6)
-                label = method if number == 0 else None
+                label = _plain(method) if number == 0 else None
                 axes.plot(curve.iterations, curve.values, color=colour, lw=width, alpha=alpha, label=label)
         if title in levels:
             axes.axhline(levels[title], color=MUTED, lw=1.2, ls=(0, (4, 3)), label="BBB at the end")
         axes.set_ylim(*_window([curve for curves in methods.values() for curve in curves]))
-        axes.set_title(title)
+        axes.set_title(_plain(title))
         axes.set(xlabel="iteration", ylabel="ELBO (nats)")
         axes.margins(x=0)
         axes.tick_params(length=0)
@@ -237,7 +242,7 @@ def curve_panels(
         panel = panels[index]
         for number, (method, curves) in enumerate(panel.curves.items()):
             handles.setdefault(method, _method_lines(axes, method, curves, number))
-        axes.set_title(panel.title)
+        axes.set_title(_plain(panel.title))
         axes.margins(x=0.02)
         axes.tick_params(length=0)
         if index % columns == 0:
@@ -253,7 +258,10 @@ def curve_panels(
     in_row = 6 if columns > 1 else 3
     lines = -(-len(handles) // in_row)
     figure.legend(
-        list(handles.values()), list(handles), loc="outside lower center", ncols=max(1, -(-len(handles) // lines))
+        list(handles.values()),
+        list(map(_plain, handles)),
+        loc="outside lower center",
+        ncols=max(1, -(-len(handles) // lines)),
     )
     return figure
 
@@ -290,14 +298,16 @@ def quartile_panels(
             axes.fill_between(iterations, low, high, color=colour, alpha=0.18, lw=0)
             line = axes.plot(iterations, middle, color=colour, lw=1.8, ls=style)[0]
             handles.setdefault(method.split("/", maxsplit=1)[0], line)
-        axes.set_title(title)
+        axes.set_title(_plain(title))
         axes.margins(x=0.01)
         axes.tick_params(length=0)
     for axes in grid[:, 0]:
         axes.set_ylabel(y_label)
     for axes in grid[-1]:
         axes.set_xlabel(x_label)
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=min(5, len(handles)))
+    figure.legend(
+        list(handles.values()), list(map(_plain, handles)), loc="outside lower center", ncols=min(5, len(handles))
+    )
     return figure
 
 
@@ -316,12 +326,12 @@ def variance_scatter(panels: Mapping[str, Mapping[str, tuple[Sequence[float], Se
             handles.setdefault(method, dots)
         low, high = (pick([v for pair in methods.values() for row in pair for v in row]) for pick in (min, max))
         axes.plot([low, high], [low, high], color=MUTED, lw=0.8)
-        axes.set(xscale="log", yscale="log", title=name)
+        axes.set(xscale="log", yscale="log", title=_plain(name))
         axes.tick_params(length=0)
         axes.minorticks_off()
     for axes in grid[max(0, len(panels) - columns) : len(panels)]:
         axes.set_xlabel("variance of HMC")
     for axes in grid[: len(panels) : columns]:
         axes.set_ylabel("of the method")
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=len(handles))
+    figure.legend(list(handles.values()), list(map(_plain, handles)), loc="outside lower center", ncols=len(handles))
     return figure

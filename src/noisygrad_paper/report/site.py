@@ -5,25 +5,28 @@ from pathlib import Path
 from typing import TypeAlias
 
 from noisygrad.versions import versions
-from noisygrad_paper.experiments.cells import NAME, Results
+from noisygrad_paper.experiments.cells import NAME, Results, ResultsError
 from noisygrad_paper.report import classification, convergence, exploration, few_labels, precision, regression
 from noisygrad_paper.report.page import ReportPage
 
 Sections: TypeAlias = Callable[[Path, ReportPage], None]
 
-SECTIONS: tuple[Sections, ...] = (
-    regression.sections,
-    classification.sections,
-    few_labels.sections,
-    exploration.sections,
-    convergence.sections,
-    precision.sections,
-)
+SECTIONS: dict[str, Sections] = {
+    "regression": regression.sections,
+    "classification": classification.sections,
+    "few labels": few_labels.sections,
+    "exploration": exploration.sections,
+    "convergence": convergence.sections,
+    "precision matrices": precision.sections,
+}
 """Each adds what it finds in the folder of results; where its files are missing, it says what makes them."""
 
 
 def build_report(results: Path) -> ReportPage:
-    """One page from a folder of results; the same results give the same page."""
+    """One page from a folder of results; the same results give the same page.
+
+    Raises ValueError, or OSError, that says which results cannot be shown and why.
+    """
     if not results.is_dir():
         raise FileNotFoundError(
             f"there is no folder of results at {results}: make one with `noisygrad reproduce regression`, "
@@ -35,8 +38,13 @@ def build_report(results: Path) -> ReportPage:
         "spread, and whether ours is better, as good within the margin that the table names, or worse.",
         footer=f"Made by noisygrad {versions()['noisygrad']}: noisygrad report",
     )
-    for add in SECTIONS:
-        add(results, page)
+    for name, add in SECTIONS.items():
+        try:
+            add(results, page)
+        except ResultsError:
+            raise  # which says where it is
+        except ValueError as reason:
+            raise ValueError(f"the results of {name} in {results} cannot be shown: {reason}") from reason
     _add_bad_lines(results, page)
     return page
 

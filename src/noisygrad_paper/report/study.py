@@ -1,10 +1,12 @@
 """The cells of an experiment, gathered: estimates over the replicates, beside the paper's, and what is missing."""
 
 import math
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from noisygrad_paper.experiments.cells import Cell
+from noisygrad_paper.experiments.plain_values import is_finite
 from noisygrad_paper.report import paper
 from noisygrad_paper.report.comparison import Estimate, Metric, Verdict, signed, signed_difference, verdict
 from noisygrad_paper.report.comparison_table import Entry
@@ -140,8 +142,22 @@ def list_of(cell: Cell, name: str) -> list[float]:
     """A list among the metrics of a cell that must have it."""
     values = cell.metrics.get(name)
     if not isinstance(values, list) or not values:
-        raise ValueError(f"{cell.label}: a list {name!r} was expected among the metrics; got {values!r}")
+        raise ValueError(f"{cell.label}: a list {name!r} was expected among the metrics; got {reprlib.repr(values)}")
     return values
+
+
+def listed(cell: Cell, name: str) -> list[float]:
+    """A list among the metrics of a cell; empty where it was not measured."""
+    values = cell.metrics.get(name)
+    return values if isinstance(values, list) else []
+
+
+def setting_of(cell: Cell, name: str) -> float:
+    """A number among the settings of a cell that must have it."""
+    value = cell.config.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not is_finite(value):
+        raise ValueError(f"{cell.label}: a number {name!r} was expected in config; got {reprlib.repr(value)}")
+    return value
 
 
 def _value(cell: Cell, metric: Metric) -> object:
