@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -213,7 +216,7 @@ def test_a_closure_after_draws_may_only_do_what_frameworks_do_there():
     for batch in batches(3):
         for optimizer, model in zip((given, plain), models, strict=True):
             accumulate(optimizer, model, batch, [1.0, 1.0])
-        given.step(lambda: None)
+        given.step(given.zero_grad)  # which does nothing there
         plain.step()
     compare_optimizers(given, plain)
     accumulate(given, models[0], batch, [1.0])
@@ -308,3 +311,21 @@ def test_a_head_after_backward_is_refused(kind):
     with pytest.raises(RuntimeError, match="compute all of them before backward"):
         differentiate()
     assert_unchanged(before, optimizer)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_nothing_of_a_batch_outlives_its_step(heads):
+    """Not even in a cycle, which would keep statistics until garbage is collected."""
+    model, ((x, y),) = TwoHeads(joined=False), batches(1)
+    optimizer = make(ng.NoisyKFAC, model)
+    gc.collect()
+    gc.disable()
+    try:
+        with optimizer.sampled() as draw:
+            sum(draw.nll(output, y) for output in model(x)[:heads]).backward()
+            calls = [weakref.ref(call) for call in optimizer.accumulated.pending]
+        optimizer.step()
+        del draw
+        assert [call() for call in calls] == [None] * heads
+    finally:
+        gc.enable()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, Self
 
 import torch
@@ -23,7 +24,7 @@ from noisygrad.optim.finite import FiniteTrace
 TINY = 1e-30
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class LossCall:
     """One loss and what was measured of its batch."""
 
@@ -31,8 +32,10 @@ class LossCall:
     """Where its output was made, in autograd's graph."""
     counted: Counted | None = None
     """What counts of its batch; None where all does."""
-    heads: list[LossCall] = field(default_factory=list)
-    """All losses of its forward pass, in their order."""
+    first: LossCall | None = None
+    """The first loss of its forward pass, where that is another."""
+    further: list[LossCall] = field(default_factory=list)
+    """Of the first, the others in their order."""
     statistics: dict[str, Statistics] = field(default_factory=dict)
     """The mean over examples of the moments, by block."""
     passes: int = 0
@@ -43,19 +46,9 @@ class LossCall:
     """None where the factor is 1."""
 
     @property
-    def is_head(self) -> bool:
-        """Whether there was a loss of the same forward pass before."""
-        return self.heads[0] is not self
-
-    @property
     def waits(self) -> bool:
         """Whether it was not differentiated yet."""
         return self.witness is not None and self.witness.grad is None
-
-    def observed(self, loss: Tensor) -> Tensor:
-        """The loss, which now tells by which factor it is differentiated."""
-        self.witness = torch.zeros_like(loss, requires_grad=True)
-        return loss + self.witness
 
 
 @dataclass
@@ -128,17 +121,22 @@ class Accumulated:
         """A loss that is about to be computed; whether it is a further one of an earlier forward pass is found out."""
         self._count_differentiated()
         call = LossCall(output.grad_fn, counted)
-        first = self._first_head(call)
-        call.heads = first.heads if first is not None else call.heads
-        call.heads.append(call)
+        call.first = self._first_head(call)
+        if call.first is not None:
+            call.first.further.append(call)
         return call
 
-    def add_call(self, call: LossCall, loss: Tensor) -> None:
-        """Count its value, which is kept for reporting; all else waits until it is differentiated."""
+    def add_call(self, call: LossCall, loss: Tensor, *, observe: bool = False) -> Tensor:
+        """Count a loss of factor 1, or return it so that it tells its factor, and count it when that is known."""
         self.calls += 1
         self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
+        if not observe:
+            self._count([call])
+            return loss
         self.pending.append(call)
         self._unwalked.append(call)
+        call.witness = torch.zeros_like(loss, requires_grad=True)
+        return loss + call.witness
 
     def mean_loss(self) -> Tensor | None:
         """The mean of the losses, if there was one."""
@@ -163,7 +161,7 @@ class Accumulated:
         if not self._unwalked and not self._owners:
             return None
         for earlier in self._unwalked:
-            self._owners |= dict.fromkeys(nodes_behind(earlier.root), earlier.heads[0])
+            self._owners |= dict.fromkeys(nodes_behind(earlier.root), earlier.first or earlier)
         self._unwalked = []
         for node in nodes_behind(call.root):
             if (owner := self._owners.get(node)) is not None:
@@ -177,23 +175,26 @@ class Accumulated:
 
     def _count_differentiated(self) -> None:
         """Bring what was differentiated into the sums; statistics of several batches need not be kept side by side."""
-        for call in [first for first in self.pending if not first.is_head]:
-            if not any(head.waits for head in call.heads):
-                self._count(call.heads)
-                self.pending = [other for other in self.pending if other not in call.heads]
+        if not self.pending:
+            return
+        for call in self.pending:
+            heads = [call, *call.further]
+            if call.first is None and not any(head.waits for head in heads):
+                self._count(heads)
+                self.pending = [other for other in self.pending if other not in heads]
+                call.further = []  # which would keep all of them alive, with their statistics
 
     def _count(self, heads: Sequence[LossCall]) -> None:
         factors = [self._factor_of(head) for head in heads]
-        weight = factors[0]
-        for factor in factors[1:]:
-            weight = _larger(weight, factor)
+        weight = reduce(_larger, factors)
         self.weight = self.weight + weight
         for head, factor in zip(heads, factors, strict=True):
             if head.noise is not None:
                 noise = head.noise * factor
                 self.noise = noise if self.noise is None else self.noise + noise
                 self.noise_weight = self.noise_weight + factor
-        self.add_statistics(heads, factors, weight)
+        if heads[0].statistics:
+            self.add_statistics(heads, factors, weight)
 
     def _factor_of(self, call: LossCall) -> float | Tensor:
         if call.witness is None:
@@ -227,8 +228,7 @@ class Accumulated:
             kept = self.statistics.setdefault(name, measured)
             if kept is not measured:
                 kept.update_(measured, self.fisher_weight / _positive(total))
-        if first:
-            self.fisher_weight = total
+        self.fisher_weight = total
 
     def sum_over(self, ranks: Ranks, statistics: Mapping[str, Statistics], others: Sequence[Tensor]) -> None:
         """Add up what all ranks have; batches may differ in size, and layers unused on one rank may be used on others.
@@ -302,10 +302,13 @@ class GradientWatch:
 
     def check(self, draws: int) -> None:
         """Before a draw, of which there were some already: raise if gradients were made outside of draws."""
-        now = self._now()
-        self._left = self._left if draws else []
-        left = self._left or [(None, 0)] * len(now)
-        if not all(a is b and v == w for (a, v), (b, w) in zip(left, now, strict=True)):
+        if draws:
+            pairs = zip(self._left, self._now(), strict=True)
+            foreign = not all(a is b and v == w for (a, v), (b, w) in pairs)
+        else:
+            self._left = []
+            foreign = any(parameter.grad is not None for parameter in self._parameters)
+        if foreign:
             raise RuntimeError(
                 "there are gradients that were made outside sampled(), at the mean: they do not belong to a draw, so a "
                 "step neither mixes them in nor drops them. Call backward() inside sampled(), each batch in a context "
@@ -315,7 +318,9 @@ class GradientWatch:
 
     def check_kept(self) -> None:
         """In a further draw: raise if gradients of earlier ones are gone."""
-        if any(a is not None and a is not b for (a, _), (b, _) in zip(self._left, self._now(), strict=False)):
+        if self._left and any(
+            a is not None and a is not b for (a, _), (b, _) in zip(self._left, self._now(), strict=False)
+        ):
             raise RuntimeError("the closure dropped the gradients of an earlier draw: take zero_grad out of it")
 
     def note(self) -> None:

@@ -89,8 +89,9 @@ class BatchMeasurement:
             return nll(output, target)
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             call = accumulated.begin_call(output, counted)
-            loss = self._loss(accumulated, call, capture, output, target, nll)
-            return call.observed(loss) if observe else loss
+            return accumulated.add_call(
+                call, self._loss(accumulated, call, capture, output, target, nll), observe=observe
+            )
 
     def _loss(
         self,
@@ -112,7 +113,6 @@ class BatchMeasurement:
             self.take(accumulated, call, capture, output, target)
         loss = nll(output, target)
         call.noise = likelihood.observe(output.detach(), target, *([] if call.counted is None else [call.counted]))
-        accumulated.add_call(call, loss)
         if capture is not None:  # until then another head may need what was recorded
             loss.register_hook(lambda gradient: capture.release())
         return loss
@@ -124,7 +124,7 @@ class BatchMeasurement:
 
         Where a GPU's memory does not suffice, half of the examples are taken, with a warning, from now on.
         """
-        records = capture.take(again=call.is_head)
+        records = capture.take(again=call.first is not None)
         keep = self._keep(output)
         while True:
             try:
@@ -181,7 +181,7 @@ class BatchMeasurement:
         finite = True
         accumulated.units.update(passes)
         # What a further head does not reach counts as the heads before it have seen it.
-        current = call.heads[call.heads.index(call) - 1].statistics if call.is_head else {}
+        current = {} if call.first is None else [call.first, *call.first.further][-2].statistics
         for block in self.structure.blocks:
             known = current.get(block.name, self.fisher.statistics[block.name])
             measured = block.family.measure(block.units, passes, known)
