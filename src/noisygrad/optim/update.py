@@ -117,8 +117,8 @@ class Update:
             if isinstance(weight, Tensor):
                 weight = scalars.weight.copy_(weight)
             if self._is_plain(step, found, scaling):
-                work = partial(self._watch_and_move, step, found, scaling, weight)
-                self._run(step, "step", work, *(["weighted"] if isinstance(weight, Tensor) else []))
+                move = partial(self._watch_and_move, step, found, scaling, weight)
+                self._run(step, "step", move, *(["weighted"] if isinstance(weight, Tensor) else []))
                 return
             if loss is not None:
                 self.guard.divergence.add(step, scalars.loss)
