@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-MOST = {"plain": 14, "statistics and refresh": 26}
+MOST = {"plain": 15, "statistics and refresh": 27}
 
 
 @pytest.fixture(scope="module")
