@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support import fuzz
+from support import fuzz, random_networks
 
 
 @settings(max_examples=60, deadline=None)
@@ -18,7 +18,7 @@ def test_random_networks_equal_the_dense_truth(seed: int) -> None:
 
 
 def test_the_networks_are_of_many_kinds() -> None:
-    cases = [fuzz.Builder(seed).case() for seed in range(100)]
+    cases = [random_networks.Builder(seed).case() for seed in range(100)]
     kinds = {type(module).__name__ for case in cases for module in case.model.modules()}
     expected = {"Linear", "Conv1d", "Conv2d", "MultiheadAttention", "Embedding", "LayerNorm", "RMSNorm", "BatchNorm1d"}
     assert kinds >= expected | {
