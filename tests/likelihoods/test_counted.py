@@ -18,6 +18,8 @@ def loss(likelihood: Likelihood, output: Tensor, target: Tensor, **given: Tensor
     likelihood.bind((), "cpu", torch.float64)
     counted, clean = likelihood.counted(output, target, **given)
     likelihood.check(output, clean)
+    if counted is not None:
+        likelihood.check_counted(counted)
     return likelihood.nll(output, clean) if counted is None else likelihood.counted_nll(output, clean, counted)
 
 
@@ -181,3 +183,35 @@ def test_the_elbo_of_data_in_which_not_all_counts() -> None:
     whole = posterior.expected_nll([(x, y)], generator=torch.Generator().manual_seed(1))
     pieces = [(x[:1, :3], y[:1, :3]), (x[1:], y[1:])]
     close(posterior.expected_nll(pieces, generator=torch.Generator().manual_seed(1)), whole)
+
+
+def test_what_does_not_count_may_be_impossible() -> None:
+    """A class that is ruled out by a logit of −∞ is no label of padding; and padding alone adds nothing to the bound."""
+    logits, y = normal(3, 4), labels(3)
+    logits[:, 0], y[y == 0] = -torch.inf, 1
+    y[1] = -100
+    logits.requires_grad_()
+    found = loss(ng.Categorical(ignore_index=-100), logits, y)
+    close(found, F.cross_entropy(logits, y))
+    (gradient,) = torch.autograd.grad(found, logits)
+    assert bool(gradient.isfinite().all())
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 4).double()
+    optimizer = ng.NoisyAdam(model, ng.Categorical(ignore_index=-100), num_data=3, seed=0)
+    x, target = normal(3, 6, 3), labels(3, 6)
+    optimizer.step(lambda: (model(x), target))
+    posterior, empty = optimizer.posterior(), (x, torch.full_like(target, -100))
+    bounds = [
+        posterior.expected_nll(data, generator=torch.Generator().manual_seed(1))
+        for data in ([(x, target)], [(x, target), empty], [(x, target, None, torch.ones(3, 6).bool())])
+    ]
+    close(bounds[1], bounds[0])
+    close(bounds[2], bounds[0])
+    twice = [(x, target, torch.tensor([2.0, 1.0, 0.0]))], [(x[[0, 0, 1]], target[[0, 0, 1]])]
+    close(*(posterior.expected_nll(data, generator=torch.Generator().manual_seed(1)) for data in twice))
+
+
+def test_a_mask_that_is_one_position_too_long_is_refused() -> None:
+    """Of a shifted language model, whose mask was not shifted: else it would be taken for one of the inputs."""
+    with pytest.raises(ValueError, match=r"mask must be of shape \[3\] or .*got \[3, 6\]"):
+        loss(ng.Categorical(), normal(3, 5, 4), labels(3, 5), mask=torch.ones(3, 6).bool())

@@ -200,3 +200,38 @@ def test_what_a_closure_may_return() -> None:
         with pytest.raises(TypeError, match=r"must return \(output, target\), perhaps followed"):
             optimizer.step(lambda result=result: result)
     assert optimizer.steps == 0
+
+
+def test_statistics_are_of_examples_that_count() -> None:
+    """Of the first three none does: as many more are taken as it needs."""
+    model, optimizer = made(ng.NoisyKFAC, ng.Gaussian(), stats_batch=1)
+    x, y, keep = padded(4, 0)
+    optimizer.step(lambda: (model(x, keep), y, torch.tensor([0.0, 0.0, 0.0, 1.0]), keep))
+    assert optimizer.steps == 1
+
+
+@pytest.mark.parametrize("length", [6, 8])
+def test_layers_with_other_positions_than_the_mask(length: int) -> None:
+    """A token in front of the sequence, whose output alone is asked of: whatever the padding, A is the same."""
+    torch.manual_seed(0)
+    found = []
+    for longest in (6, length):
+        torch.manual_seed(1)
+        layer, head = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), nn.Linear(4, 3)
+        model = nn.ModuleDict({"layer": layer, "head": head}).double()
+        x = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        x, keep = F.pad(x, (0, 0, 0, longest - 6)), torch.arange(longest).expand(3, -1) < 6
+        optimizer = ng.NoisyKFAC(model, ng.Categorical(), num_data=9, fisher="empirical", noise=False, stats_every=1)
+        front = torch.cat([torch.ones(3, 1, 4).double(), x], 1)
+        padding = torch.cat([torch.zeros(3, 1).bool(), ~keep], 1)
+
+        def closure(m=model, front=front, padding=padding, keep=keep):
+            return m["head"](m["layer"](front, src_key_padding_mask=padding)[:, 0]), torch.tensor([0, 1, 2]), None, keep
+
+        optimizer.step(closure)
+        found.append(optimizer.covariance.statistics)
+    for name, statistics in found[0].items():
+        for key, tensor in statistics.tensors().items():
+            torch.testing.assert_close(
+                found[1][name].tensors()[key], tensor, msg=lambda m, n=f"{name} {key}": f"{n}: {m}"
+            )

@@ -29,8 +29,7 @@ FEATURES_LAST = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
 
 def folds(tensor: Tensor, batch: int) -> bool:
     """Whether the first dimension may be the batch and positions in one."""
-    first, second = (*tensor.shape, 0, 0)[:2]
-    return first > batch and first % batch == 0 and not (tensor.dim() > 2 and second == batch)
+    return tensor.dim() > 1 and tensor.shape[0] > batch and tensor.shape[0] % batch == 0
 
 
 @dataclass
@@ -58,6 +57,11 @@ class Record:
         sizes = self.inputs.shape
         square = len(sizes) > 2 and sizes[0] == sizes[1] == batch and isinstance(self.module, FEATURES_LAST)
         return self.is_table or square or folds(self.inputs, batch)
+
+    def may_be_second(self, batch: int) -> bool:
+        """Whether the batch may be the second dimension."""
+        sizes = self.inputs.shape
+        return len(sizes) > 2 and sizes[1] == batch and isinstance(self.module, FEATURES_LAST)
 
     def checked_inputs(self) -> Tensor:
         """The input; raises RuntimeError if it was overwritten since."""

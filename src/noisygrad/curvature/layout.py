@@ -57,8 +57,11 @@ def measure_layouts(output: Tensor, records: Sequence[Record], batch: Batch) -> 
     if doubtful and batch.size > 1 and not capturing() and not mixes_examples(output):
         _measure(output, doubtful, replace(batch, kept=batch.size))
     for record in records:
-        if _known(record.module, record.inputs) == "batch second":
+        known = _known(record.module, record.inputs)
+        if known == "batch second":
             record.unit = replace(record.unit, sequence_first=True)
+        elif known == "batch first" and not record.is_table and folds(record.inputs, batch.size):
+            record.unit = replace(record.unit, folded=True)
 
 
 def _measure(output: Tensor, doubtful: Sequence[Record], batch: Batch) -> None:
@@ -85,7 +88,8 @@ def _measure(output: Tensor, doubtful: Sequence[Record], batch: Batch) -> None:
 
 def _candidates(record: Record, batch: Batch) -> set[Order]:
     if not record.is_table:
-        return {"batch first"} if folds(record.inputs, batch.size) else set(ORDERS)
+        second = record.may_be_second(batch.size)
+        return {"batch first", "batch second"} if second else {"batch first"}
     first, second = (*record.inputs.shape, 0, 0)[:2]
     found: set[Order] = {"batch second"} if second == batch.size else set()
     if first == batch.size or (first % batch.size == 0 and second != batch.size):
@@ -102,12 +106,13 @@ def _gradients(output: Tensor, records: Mapping[int, Record], mine: Tensor) -> l
     start = start * mine.view(-1, *[1] * (output.dim() - 1))
     places = [record.edge for record in records.values()]
     gradients = torch.autograd.grad(output, places, start, retain_graph=True, allow_unused=True)
-    return [(index, found) for index, found in zip(records, gradients, strict=True) if found is not None]
+    found = zip(records, gradients, strict=True)
+    return [(index, g) for index, g in found if g is not None and bool(g.isfinite().all())]
 
 
 def _fits(record: Record, gradient: Tensor, batch: Batch, order: Order, others: Tensor) -> bool:
     """Whether in this order the other examples have no gradient."""
-    if record.is_table or not folds(gradient, batch.size):
+    if record.is_table or order == "batch second" or not folds(gradient, batch.size):
         arranged = arrange(gradient, batch, replace(record.unit, sequence_first=order == "batch second"))
     else:
         arranged = gradient.reshape(batch.size, -1)
@@ -121,6 +126,33 @@ def _check(record: Record, left: set[Order], gradient: Tensor, batch: Batch) -> 
             f"{batch.size} examples of the loss, next to each other. Of a part of an output no statistics can "
             "be taken: give draw.nll the whole output (mask= says what does not count), or call the model on "
             "that part alone. After torch.cat([first, second]) call the layer twice, or use torch.stack(…, 1)"
+        )
+
+
+_SHAPED = {"ToCopyBackward0", "CloneBackward0", "AliasBackward0", "UnsqueezeBackward0"}
+_TAKEN = ("Slice", "Select", "Split", "Unbind", "Index")
+
+
+def check_whole(output: Tensor) -> None:
+    """Raise ValueError for an output that is a part of the rows of another, which the layers have all seen.
+
+    Statistics would be of other examples, and the losses of two halves would add, as those of two heads do.
+    """
+    node, back = output.grad_fn, False
+    while node is not None and node.name() in _SHAPED:
+        back |= node.name() == "UnsqueezeBackward0" and getattr(node, "_saved_dim", 1) == 0
+        node = node.next_functions[0][0]
+    if node is None or not node.name().startswith(_TAKEN) or getattr(node, "_saved_dim", 0) != 0:
+        return
+    sizes = getattr(node, "_saved_self_sym_sizes", None) or (len(node._input_metadata),)
+    single = node.name().startswith(("Select", "Unbind"))
+    if node.name().startswith("IndexBackward") and node._saved_indices[0] is None:  # type: ignore[attr-defined]
+        return
+    if sizes[0] != output.shape[0] and (back or not single):
+        raise ValueError(
+            f"the output has {output.shape[0]} of the {sizes[0]} rows that the model has computed. Of a part of an "
+            "output no statistics can be taken: give draw.nll the whole output (mask= and weight= say what counts), "
+            "or call the model on that part alone"
         )
 
 

@@ -56,7 +56,8 @@ def arrange(tensor: Tensor, batch: Batch, unit: Unit) -> Tensor:
     sizes = tensor.shape[lead:-1]
     if not sizes and batch.size == 1:
         return batch.precise(tensor).reshape(*tensor.shape[:-1], 1, 1, tensor.shape[-1])
-    if len(sizes) > 1 and sizes[1] == batch.size and (unit.sequence_first or sizes[0] != batch.size):
+    second = len(sizes) > 1 and sizes[1] == batch.size and not unit.folded
+    if second and (unit.sequence_first or sizes[0] != batch.size):
         return batch.first(tensor, lead + 1).transpose(lead, lead + 1).flatten(lead + 1, -2)
     if sizes and sizes[0] == batch.size:
         tensor = batch.first(tensor, lead)
@@ -176,7 +177,7 @@ class MatrixPass(PositionsPass):
         """Weights `[..., B, T]` of mean 1: that of the example where a position counts, else 0.
 
         Positions count where the mask says so, or where a gradient arrives: what a target is not asked of may still be
-        looked at by others. Where the layer has other positions than the mask, all count of an example that is whole.
+        looked at by others. Where the layer has other positions than the mask, gradients alone tell.
         """
         reached = (self.gradients != 0).any(-1)
         if self.grouped:
@@ -187,9 +188,10 @@ class MatrixPass(PositionsPass):
         elif masked.shape[-1] == positions:
             counts = masked | reached
         else:
-            counts = masked.all(-1, keepdim=True) | reached
+            counts = reached
         weights = counted.examples.to(self.gradients.dtype).unsqueeze(-1) * counts
-        weights = weights / weights.mean((-2, -1), keepdim=True)
+        mean = weights.mean((-2, -1), keepdim=True)
+        weights = torch.where(mean > 0, weights / mean, 1.0)  # where no gradient arrives, S is 0
         return weights.unsqueeze(-3) if self.grouped else weights
 
     def output_moment(self) -> Tensor:

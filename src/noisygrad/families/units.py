@@ -70,6 +70,8 @@ class Unit:
     chainable: bool = False
     replicas: tuple[int, ...] = ()
     sequence_first: bool = False
+    folded: bool = False
+    """Whether the first dimension is the batch with others, even where the second is as long as the batch."""
     note: str = ""
 
     @cached_property

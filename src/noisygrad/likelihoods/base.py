@@ -98,8 +98,15 @@ class Likelihood(nn.Module, ABC):
                 f"{type(self).__name__}: what counts is of shape {list(counted.weight.shape)}, but the log-likelihood "
                 f"is known for parts {list(terms.shape)}; define `terms`, or leave out whole examples only."
             )
-        summed = (terms * counted.over(terms)).flatten(len(self.replicas)).sum(-1)
-        return -(summed / counted.total).sum()
+        return -(counted.summed(terms) / counted.total).sum()
+
+    def check_counted(self, counted: Counted) -> None:
+        """Raise ValueError for a batch of which nothing counts, as far as that is known without waiting."""
+        if not counted.total.is_cuda and not bool((counted.total > 0).all()):
+            raise ValueError(
+                f"{type(self).__name__}: nothing in this batch counts (all of it is masked, ignored or of weight 0), "
+                "so its loss has no mean: skip it."
+            )
 
     def weights_of_outputs(self, weight: Tensor, output: Tensor) -> Tensor:
         """Weights of parts, `[*replicas, batch, *parts]`, in a shape that broadcasts to the output."""

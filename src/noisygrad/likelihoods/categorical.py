@@ -19,7 +19,8 @@ class Categorical(Likelihood):
 
     Positions whose label is `ignore_index` have no part in anything. With `class_weights` a part weighs what its
     class does, as in `torch.nn.CrossEntropyLoss(weight=...)`; the Fisher is that of the weighted loss. With
-    `label_smoothing` the loss is that of smoothed labels, whose Fisher is the one without.
+    `label_smoothing` the loss is that of smoothed labels, whose Fisher is the one without. With both a part weighs what
+    the class of its label does; torch weighs each class of the smoothed label by its own.
     """
 
     ignore_index: int | None

@@ -52,9 +52,14 @@ class Counted:
         """v in a shape that broadcasts to values `[*replicas, batch, *parts, ...]`."""
         return self.weight.reshape(*self.weight.shape, *[1] * (values.dim() - self.weight.dim()))
 
+    def summed(self, terms: Tensor) -> Tensor:
+        """Σ v · terms, `[*replicas]`; terms that do not count may be infinite."""
+        weight = self.over(terms)
+        return torch.where(weight > 0, terms * weight, 0.0).flatten(self.lead).sum(-1)
+
     def relative(self) -> Tensor:
         """v times what makes the sum of the weights of examples the size of the batch, so that means stay means."""
-        share = self.weight.shape[self.lead] / self.total
+        share = self.weight.shape[self.lead] / self.total.clamp_min(1e-30)
         return self.weight * share.reshape(*share.shape, *[1] * (self.weight.dim() - self.lead))
 
 
@@ -71,7 +76,7 @@ def count_parts(
     """What counts of a batch, and the targets, with 0 in place of those that do not.
 
     `own` is the weight that the likelihood gives each part. Raises ValueError or TypeError where `weight` or `mask`
-    cannot belong to the targets, and, where nothing waits for a device, if nothing counts.
+    cannot belong to the targets.
     """
     dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
     factors = [] if own is None else [own.to(dtype)]
@@ -85,7 +90,8 @@ def count_parts(
     if mask is not None:
         if isinstance(mask, Tensor) and (mask.is_floating_point() or mask.is_complex()):
             raise TypeError(f"{name}: a mask is True where a position counts; got {mask.dtype}: use mask.bool().")
-        counts = _placed(name, "mask", mask, lead, target, inside=True) != 0
+        # Where there are positions in the output, a mask of another shape is a slip; else it may be that of the inputs.
+        counts = _placed(name, "mask", mask, lead, target, inside=output.dim() <= lead + 2) != 0
         if counts.shape == target.shape[: counts.dim()]:
             factors.append(counts.to(dtype))
         else:
@@ -98,10 +104,6 @@ def count_parts(
         total = wide if total is None else total * wide
     assert total is not None
     counted = Counted(total, lead, inside)
-    if not output.is_cuda and not bool((counted.total > 0).all()):
-        raise ValueError(
-            f"{name}: nothing in this batch counts (all of it is masked, ignored or of weight 0); skip it."
-        )
     return counted, torch.where(counted.over(target) > 0, target, target.new_zeros(()))
 
 

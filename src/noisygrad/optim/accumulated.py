@@ -20,6 +20,7 @@ from noisygrad.distributed import Ranks
 from noisygrad.families.base import Statistics
 from noisygrad.likelihoods import Counted
 from noisygrad.optim.finite import FiniteTrace
+from noisygrad.optim.user_warning import warn_user
 
 TINY = 1e-30
 
@@ -89,6 +90,7 @@ class Accumulated:
     def __post_init__(self) -> None:
         self._unwalked: list[LossCall] = []
         self._owners: dict[Node, LossCall] = {}
+        self._leaves: dict[Node, LossCall] = {}
         self._counted: list[tuple[Tensor, int]] = []
 
     # ---------------------------------------------------------------- draws
@@ -101,7 +103,7 @@ class Accumulated:
                 "a loss was differentiated again after another loss was computed: call backward() on all losses of one "
                 "forward pass before the next draw.nll"
             )
-        self._counted, self._unwalked, self._owners = [], [], {}
+        self._counted, self._unwalked, self._owners, self._leaves = [], [], {}, {}
         self.draws += 1
         self.weights = weights if self.weights is None else self.weights + weights
 
@@ -157,21 +159,28 @@ class Accumulated:
             )
 
     def _first_head(self, call: LossCall) -> LossCall | None:
-        """The first loss of this draw whose output comes from the same forward pass."""
+        """The first loss of this draw whose output comes from the same forward pass: it shares a node of the graph."""
         if not self._unwalked and not self._owners:
             return None
         for earlier in self._unwalked:
-            self._owners |= dict.fromkeys(nodes_behind(earlier.root), earlier.first or earlier)
+            nodes, leaves = behind(earlier.root)
+            self._owners |= dict.fromkeys(nodes, earlier.first or earlier)
+            self._leaves |= dict.fromkeys(leaves, earlier.first or earlier)
         self._unwalked = []
-        for node in nodes_behind(call.root):
-            if (owner := self._owners.get(node)) is not None:
-                if owner not in self.pending:
-                    raise RuntimeError(
-                        "two losses share a part of one forward pass (a trunk with two heads, say), of which the first "
-                        "was differentiated already: compute all of them before backward()"
-                    )
-                return owner
-        return None
+        nodes, leaves = behind(call.root)
+        owner = next((self._owners[node] for node in nodes if node in self._owners), None)
+        if owner is None and not any(leaf in self._leaves for leaf in leaves):
+            warn_user(
+                "two losses of one draw have no parameter in common, so they are averaged, as those of different "
+                "batches are. If they are heads of one batch on a frozen trunk they should add: let the trunk's output "
+                "require a gradient (features.requires_grad_()), so that it shows"
+            )
+        if owner is not None and owner not in self.pending:
+            raise RuntimeError(
+                "two losses are of one forward pass (a trunk with two heads, say), of which the first was "
+                "differentiated already: compute all of them before backward()"
+            )
+        return owner
 
     def _count_differentiated(self) -> None:
         """Bring what was differentiated into the sums; statistics of several batches need not be kept side by side."""
@@ -310,7 +319,7 @@ class GradientWatch:
             foreign = any(parameter.grad is not None for parameter in self._parameters)
         if foreign:
             raise RuntimeError(
-                "there are gradients that were made outside sampled(), at the mean: they do not belong to a draw, so a "
+                "there are gradients that were made, or changed, outside sampled(): they do not belong to a draw, so a "
                 "step neither mixes them in nor drops them. Call backward() inside sampled(), each batch in a context "
                 "of its own (a framework that accumulates batches by itself needs its manual form), or "
                 "optimizer.zero_grad() to give them up"
@@ -332,15 +341,37 @@ class GradientWatch:
         return [(gradient, 0 if gradient is None else gradient._version) for gradient in gradients]
 
 
-def nodes_behind(root: Node | None) -> list[Node]:
-    """What an output was made by, in autograd's graph, without the parameters."""
-    stack, seen = [root], dict[Node, None]()
+_COPIES = {"ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "CloneBackward0"}
+
+
+def behind(root: Node | None) -> tuple[list[Node], list[Node]]:
+    """What an output was made by, in autograd's graph, and the parameters it was made of.
+
+    Copies of a parameter count for it: autocast keeps those of its type from one forward pass to the next.
+    """
+    stack, seen, nodes, leaves = [root], set[Node](), list[Node](), list[Node]()
     while stack:
         node = stack.pop()
-        if node is not None and node not in seen and node.next_functions:
-            seen[node] = None
-            stack += [following for following, _ in node.next_functions]
-    return list(seen)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if not node.next_functions:
+            own = isinstance(getattr(node, "variable", None), nn.Parameter)
+            (leaves if own else nodes).append(node)
+            continue
+        stack += [following for following, _ in node.next_functions]
+        if not _is_copy(node):
+            nodes.append(node)
+    return nodes, leaves
+
+
+def _is_copy(node: Node) -> bool:
+    while node.next_functions:
+        following = node.next_functions[0][0]
+        if node.name() not in _COPIES or following is None:
+            return False
+        node = following
+    return True
 
 
 def _larger(one: float | Tensor, other: float | Tensor) -> float | Tensor:

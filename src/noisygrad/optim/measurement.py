@@ -13,11 +13,12 @@ from noisygrad.algorithm.fisher import FisherAverage
 from noisygrad.curvature import summaries
 from noisygrad.curvature.capture import Capture, Record
 from noisygrad.curvature.fisher import fisher_passes, passes_after_backward
+from noisygrad.curvature.layout import check_whole
 from noisygrad.curvature.passes import Pass
 from noisygrad.distributed import Ranks
 from noisygrad.families.units import Unit
 from noisygrad.kernels.factorisation import capturing
-from noisygrad.likelihoods import Likelihood
+from noisygrad.likelihoods import Counted, Likelihood
 from noisygrad.optim.accumulated import Accumulated, LossCall
 from noisygrad.optim.finite import FiniteGuard, FiniteTrace, known_finite
 from noisygrad.optim.fresh_pass import FirstExamples, half_of, is_out_of_memory
@@ -84,9 +85,13 @@ class BatchMeasurement:
         likelihood, device = self.likelihood, self.like.device.type
         counted, target = likelihood.counted(output, target, weight, mask)
         likelihood.check(output, target)
+        if counted is not None:
+            likelihood.check_counted(counted)
         nll = likelihood.nll if counted is None else partial(likelihood.counted_nll, counted=counted)
         if not (torch.is_grad_enabled() and output.requires_grad):
             return nll(output, target)
+        if not likelihood.replicas:
+            check_whole(output)
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             call = accumulated.begin_call(output, counted)
             return accumulated.add_call(
@@ -125,7 +130,7 @@ class BatchMeasurement:
         Where a GPU's memory does not suffice, half of the examples are taken, with a warning, from now on.
         """
         records = capture.take(again=call.first is not None)
-        keep = self._keep(output)
+        keep = self._keep(output, call.counted)
         while True:
             try:
                 self._take(accumulated, call, records, output, target, keep)
@@ -137,10 +142,15 @@ class BatchMeasurement:
             call.statistics, call.passes = {}, 0
             self.statistics_limit = keep = half_of(keep, f"stats_batch={keep // 2} says so from the start")
 
-    def _keep(self, output: Tensor) -> int:
+    def _keep(self, output: Tensor, counted: Counted | None) -> int:
         """How many examples statistics are taken from."""
-        batch = output.shape[len(self.likelihood.replicas)]
-        return min(batch, self.options.stats_batch or batch, self.statistics_limit or batch)
+        lead = len(self.likelihood.replicas)
+        batch = output.shape[lead]
+        keep = min(batch, self.options.stats_batch or batch, self.statistics_limit or batch)
+        if counted is not None and keep < batch and not counted.total.is_cuda:
+            while keep < batch and not bool((counted.first(keep).total > 0).all()):  # of which nothing counts
+                keep = min(batch, 2 * keep)
+        return keep
 
     def _take(
         self,
@@ -263,7 +273,7 @@ class BatchMeasurement:
             output = output if output.dtype in {torch.float32, torch.float64} else output.float()
             clean = self.likelihood.clamp_invalid_targets(output, target)
             call, records = accumulated.begin_call(output, counted), capture.take()
-            self._take(accumulated, call, records, output, clean, self._keep(output))
+            self._take(accumulated, call, records, output, clean, self._keep(output, counted))
             capture.consume(records)
             accumulated.add_statistics([call], [1.0], 1.0)
 

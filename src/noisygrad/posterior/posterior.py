@@ -247,25 +247,29 @@ class Posterior:
         *,
         norm_data: Inputs | None = None,
     ) -> Tensor:
-        """E_q of the negative log-likelihood per datum (not that of the predictive mixture), per replica."""
+        """E_q of the negative log-likelihood per datum (not that of the predictive mixture), per replica.
+
+        Batches may end in weights of examples and a mask, as closures of `step` do.
+        """
         num_samples = whole_number("num_samples", num_samples)
         device = self._mean.flat.device
         total, count = torch.zeros(self.structure.replicas, device=device), torch.zeros((), device=device)
         likelihood, lead = self.likelihood, len(self.structure.replicas)
         with evaluating(self.model):
             draws = list(self._draws(num_samples, generator, norm_data, None))
-            for x, y in loader:
+            given: list[Tensor | None]
+            for x, y, *given in loader:
                 call, target = Call.of(x).moved(device), moved(y, device)
+                given = [None if part is None else moved(part, device) for part in given]  # noqa: PLW2901
                 for index, (weights, buffers) in enumerate(draws):
                     output = self._forward(weights, buffers, call)
-                    counted, clean = likelihood.counted(output, target)
+                    counted, clean = likelihood.counted(output, target, *given)
                     likelihood.check(output, clean)
                     if counted is None:
                         log_prob = likelihood.log_prob(output, clean).sum(-1)
                         examples = torch.tensor(target.shape[lead], device=device)
                     else:
-                        terms = likelihood.terms(output, clean)
-                        log_prob = (terms * counted.over(terms)).flatten(lead).sum(-1)
+                        log_prob = counted.summed(likelihood.terms(output, clean))
                         examples = counted.total
                     total = total - log_prob
                     if index == 0:
