@@ -186,7 +186,7 @@ def test_the_elbo_of_data_in_which_not_all_counts() -> None:
 
 
 def test_what_does_not_count_may_be_impossible() -> None:
-    """A class that is ruled out by a logit of −∞ is no label of padding; and padding alone adds nothing to the bound."""
+    """A class that is ruled out by a logit of −∞ is no label of padding; padding alone adds nothing to the bound."""
     logits, y = normal(3, 4), labels(3)
     logits[:, 0], y[y == 0] = -torch.inf, 1
     y[1] = -100

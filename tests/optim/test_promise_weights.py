@@ -203,7 +203,7 @@ def test_gradients_that_were_made_outside_a_draw_are_refused(form, draws):
         "explicit": lambda: accumulate(optimizer, models[0], (x, y), [1.0]),
         "closure": lambda: optimizer.step(lambda: (models[0](x), y)),
     }
-    with pytest.raises(RuntimeError, match="made outside sampled"):
+    with pytest.raises(RuntimeError, match="made, or changed, outside sampled"):
         forms[form]()
     optimizer.zero_grad()
     assert_nothing_pending(optimizer)

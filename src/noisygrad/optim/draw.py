@@ -78,8 +78,8 @@ class Draw:
         if any(call.waits for call in self._pending()):
             raise RuntimeError(
                 "leaving sampled() with a loss that was not differentiated: its graph belongs to weights that are now "
-                "replaced by the mean. Call backward() inside the context, without inputs= (torch.autograd.grad leaves no "
-                "gradients for the step), or compute it under torch.no_grad()"
+                "replaced by the mean. Call backward() inside the context, without inputs= (torch.autograd.grad leaves "
+                "no gradients for the step), or compute it under torch.no_grad()"
             )
 
 

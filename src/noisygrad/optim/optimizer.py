@@ -67,7 +67,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
         seed: of the optimiser's own generator; one for each replica, or for the first of them.
         same_draw_on_all_ranks: draw the same weights in all processes of a distributed training.
         process_group: the processes that train this model together; None for those of its DistributedDataParallel, or
-            else for all there are, and "alone" for a training of this process by itself.
+            else for all there are, and "alone" for a training of this process by itself. All of them have to make the
+            optimiser, since they compare their models then.
         capturable: keep every group's lr as a tensor on the device, as torch.optim does, so that a captured step
             follows a scheduler. Schedules of `kl_clip` and `fisher_decay` are read when the step is captured.
     """
@@ -167,6 +168,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self.covariance = self.algorithm.covariance
         self.transaction = Transaction(self.update, self.structure)
         self._parts = ModelParts(self.model)
+        self._noisy_groups = [group["noise"] for group in self.param_groups]
         self._state = OptimizerState(
             kind=type(self).__name__,
             structure=self.structure,
@@ -237,6 +239,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
             self.structure.check_unchanged(self.model)
             self._parts.accept()
         check_groups(self.param_groups)
+        if [group["noise"] for group in self.param_groups] != self._noisy_groups:
+            raise ValueError("noise of a param group is fixed when the optimiser is made: make a new one")
 
     def unscale_(self, scaler: torch.amp.GradScaler) -> None:
         """`scaler.unscale_(optimizer)`, to be called in its place: so the step knows what gradients lack."""
@@ -308,7 +312,15 @@ class NoisyOptimizer(torch.optim.Optimizer):
         return self.structure.coverage(self.covariance.statistics)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed run needs besides the model, as tensors and numbers in nested dictionaries."""
+        """Everything that a resumed run needs besides the model, as tensors and numbers in nested dictionaries.
+
+        Raises RuntimeError inside a draw or a step, where the model holds drawn weights and the state may be half done.
+        """
+        if self.transaction.is_drawing() or self.transaction.interrupts.active:
+            raise RuntimeError(
+                "state_dict() inside a draw or a step: the model holds drawn weights there, which would be taken for "
+                "the mean. Save after step(); a handler of a signal should only take note, for the loop to save"
+            )
         self.guard.check()
         return self._state.save(self.param_groups, self.steps)
 

@@ -138,7 +138,7 @@ def check_arguments(
     if found := [name for name in sharded_parameters(model) if name in trained]:
         raise ValueError(
             f"{format_names(found)}: parameters that are shared out among processes (DTensors: FSDP, tensor parallel) "
-            "are not supported. Use DistributedDataParallel, where each process has all of them, or freeze them"
+            "are not supported. Use DistributedDataParallel, where each process has all of them"
         )
     if not isinstance(likelihood, Likelihood):
         given = likelihood.__name__ if isinstance(likelihood, type) else type(likelihood).__name__

@@ -97,7 +97,7 @@ class Update:
         `between` is called between pieces of long work. `finish` or `undo` must follow.
         """
         decay, clip = self.options.decay_at(step), self.options.clip_at(step)
-        if not self._begun:
+        if not self._begun or self.options.factors_due(step):
             self.ranks.check_current()
             self._begun = True
         self.gradient.read_gradients_()
@@ -339,9 +339,9 @@ class Transaction:
 
     def run(self, closure: Callable[[], Result]) -> Result:
         """Run what is the user's, which signals may end."""
-        self.in_closure = True
-        self.interrupts.allow()
         try:
+            self.in_closure = True
+            self.interrupts.allow()
             return closure()
         finally:
             self.interrupts.hold()
@@ -363,6 +363,7 @@ class Transaction:
     def give_up(self) -> None:
         """Everything as before the first draw of the step; as after it where the mean has moved."""
         self.interrupts.hold()
+        self.in_closure = False
         if self._update.moved is None:
             self._update.undo()
             self._weights.end()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -102,18 +103,27 @@ def load_checkpoint(
 
 def _load_all(path: str | Path, parts: Mapping[str, Stateful], state: Mapping[str, Any]) -> None:
     """Load all of them, or none: what has changed when one fails is given its earlier state."""
-    before = {name: _kept(part.state_dict()) for name, part in parts.items()}
+    before = {name: _kept(_state_of(part)) for name, part in parts.items()}
     loading = ""
     try:
         for loading, part in parts.items():
             part.load_state_dict(state[loading])
     except BaseException as error:
         for name, part in parts.items():
-            if not _equal(part.state_dict(), before[name]):
-                part.load_state_dict(before[name])
+            if not _equal(_state_of(part), before[name]):
+                with suppress(ValueError):  # what is worth nothing, as of a diverged training, stays away
+                    part.load_state_dict(before[name])
         if not isinstance(error, Exception):
             raise
         raise CheckpointError(f"{path} does not fit the {loading} that is to take it up: {error}") from error
+
+
+def _state_of(part: Stateful) -> dict[str, Any]:
+    """Its state, be it that of a training that went bad, of which it says so once: what is loaded replaces it."""
+    try:
+        return part.state_dict()
+    except ArithmeticError:
+        return part.state_dict()
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
