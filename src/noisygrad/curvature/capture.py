@@ -56,7 +56,8 @@ class Record:
         """Whether sizes do not tell which dimension is the batch, or whether it is folded with others."""
         sizes = self.inputs.shape
         square = len(sizes) > 2 and sizes[0] == sizes[1] == batch and isinstance(self.module, FEATURES_LAST)
-        return self.is_table or square or folds(self.inputs, batch)
+        known = len(sizes) > 2 and sizes[1] == batch and not self.may_be_second(batch)  # by the layer itself
+        return self.is_table or square or (folds(self.inputs, batch) and not known)
 
     def may_be_second(self, batch: int) -> bool:
         """Whether the batch may be the second dimension."""

@@ -144,6 +144,9 @@ def check_whole(output: Tensor) -> None:
         node = node.next_functions[0][0]
     if node is None or not node.name().startswith(_TAKEN) or getattr(node, "_saved_dim", 0) != 0:
         return
+    source = node.next_functions[0][0]
+    if source is None or not source.next_functions:  # rows of a parameter, which are looked up
+        return
     sizes = getattr(node, "_saved_self_sym_sizes", None) or (len(node._input_metadata),)
     single = node.name().startswith(("Select", "Unbind"))
     if node.name().startswith("IndexBackward") and node._saved_indices[0] is None:  # type: ignore[attr-defined]
