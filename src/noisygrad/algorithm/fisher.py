@@ -44,21 +44,27 @@ class FisherAverage:
 
     def update_(self, measured: Mapping[str, Statistics], rate: float | Tensor, *, mask: Tensor | None = None) -> None:
         """`prepare` and `commit_` in one."""
-        self.prepare(measured, rate, mask=mask)
-        self.commit_()
+        self.updates += 1.0 if mask is None else mask  # first: a compiler was seen to count twice otherwise
+        torch._foreach_copy_(self._averages, self._averaged(measured, self.updates, rate, mask))
 
     def prepare(self, measured: Mapping[str, Statistics], rate: float | Tensor, *, mask: Tensor | None = None) -> None:
         """F̄ + rate_k (F̂ − F̄), in the memory of F̂, with rate_k = max(1/(k+1), rate), or `rate` where the start fades.
 
         k counts the updates. A mask of 0 leaves everything as it was. F̄ itself changes by `commit_`.
         """
+        updates = self.updates + (1.0 if mask is None else mask)
+        new = self._averaged(measured, updates, rate, mask)
+        self.prepared = [self.updates, *self._averages], [updates, *new]
+
+    def _averaged(
+        self, measured: Mapping[str, Statistics], updates: Tensor, rate: float | Tensor, mask: Tensor | None
+    ) -> list[Tensor]:
         if self._floor:
             for record in measured.values():
                 record.add_floor_(self._floor)
         new = [tensor for b in self.blocks for tensor in measured[b.name].averages().values()]
-        updates = self.updates + (1.0 if mask is None else mask)
         average_into_(new, self._averages, self._rate(updates, rate, mask), mask)
-        self.prepared = [self.updates, *self._averages], [updates, *new]
+        return new
 
     def commit_(self) -> None:
         """F̄ becomes what was prepared, if anything was."""

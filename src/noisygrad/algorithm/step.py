@@ -193,7 +193,10 @@ class GradientAverage(Momentum):
             beta, old_weight = group["momentum"], self.weight[index : index + 1] if len(groups) > 1 else self.weight
             rate = 1.0 - beta if mask is None else (1.0 - beta) * mask
             old, here = _of(self.average, part), _of(gradient, part)
-            average, weight = torch.lerp(old, here, rate), torch.lerp(old_weight, self._one, rate)
+            if mask is None:
+                average, weight = torch._foreach_lerp([old, old_weight], [here, self._one], rate)
+            else:
+                average, weight = torch.lerp(old, here, rate), torch.lerp(old_weight, self._one, rate)
             self.keep(old, average)
             self.keep(old_weight, weight)
             torch.div(average, weight if mask is None else weight.clamp_min(1e-30), out=here)

@@ -35,7 +35,8 @@ from noisygrad.posterior.weights import FlatWeights, ParameterViews
 Handler = Callable[[int, Any], object]
 PARTS, LARGE = 32, 1_000_000
 """A row of this many numbers is drawn in this many parts."""
-SIGNALS = tuple(int(number) for number in signal.valid_signals())
+SIGNALS = tuple(int(each) for each in signal.valid_signals() if each < getattr(signal, "SIGRTMIN", 64))
+"""All but real-time signals, which are as many again and nobody's."""
 PATIENCE = 3.0
 """Seconds after which a signal that is sent again no longer waits: a user's own function may never return."""
 

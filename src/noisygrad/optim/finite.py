@@ -70,21 +70,21 @@ class RunningStatistics:
         self._norms = [
             m for m in modules if isinstance(m, nn.modules.batchnorm._NormBase) and m.running_mean is not None
         ]
-        self._kept: list[tuple[nn.Module, list[Tensor]]] = []
+        self.kept: list[tuple[nn.Module, list[Tensor]]] = []
         self._finite_before = {name for name, buffer in model.named_buffers() if _is_finite(buffer)}
         """Buffers that may well hold an infinity, such as a mask, are none of ours."""
 
     def keep(self) -> None:
         """Before the first draw of a step."""
-        self._kept = [(m, [b.clone() for b in m.buffers(recurse=False)]) for m in self._norms if m.training]
+        self.kept = [(m, [b.clone() for b in m.buffers(recurse=False)]) for m in self._norms if m.training]
 
     def forget(self) -> None:
         """After a step: there is nothing to take back."""
-        self._kept = []
+        self.kept = []
 
     def restore(self, *, all_layers: bool = False) -> None:
         """Give norm layers with bad numbers what was kept, or all of them."""
-        for module, kept in self._kept:
+        for module, kept in self.kept:
             now = list(module.buffers(recurse=False))
             if all_layers or not all(map(_is_finite, now)):
                 for buffer, old in zip(now, kept, strict=True):
@@ -224,9 +224,10 @@ class FiniteGuard:
         skipped without complaint. The gradient is zeroed in place where the step is masked.
         """
         plain = not self.deferred and found_inf is None
-        total = gradient.sum() if loss is None else gradient.sum() + loss
-        if plain and not statistics and math.isfinite(total.item()):
+        total = gradient.sum()
+        if plain and not statistics and math.isfinite(total.item()) and (loss is None or math.isfinite(loss.item())):
             return None
+        total = total if loss is None else total + loss
         bad = ~self._sizes(total, statistics).isfinite()
         if plain:
             if bool(bad.any()):

@@ -266,8 +266,9 @@ class Transaction:
         self._parameters = structure.parameters
         self._capture = Capture(structure.layers)
         self._generators_before: list[Tensor] = []
-        self._context: Callable[[], object] = lambda: self
-        """What is None once the context of the draw was lost."""
+        self._here: Callable[[], object] = lambda: self
+        self._context: Callable[[], object] = self._here
+        """What returns None once the context of the draw was lost."""
 
     def is_drawing(self) -> bool:
         """Whether there are drawn weights in the model, for somebody to use."""
@@ -280,7 +281,7 @@ class Transaction:
         if self.interrupts.active:  # an exception from another thread was faster than the last `give_up`
             self.give_up()
         self.interrupts.hold()
-        self._context = lambda: self
+        self._context = self._here
 
     def enter(self, context: object) -> Draw:
         """The draw of a context of the user's."""
@@ -375,7 +376,8 @@ class Transaction:
 
     def drop(self) -> None:
         """Give up what is pending, and what it did to running statistics."""
-        self._running.restore()
+        if self._running.kept:
+            self._running.restore()
         self.consume()
 
     def consume(self) -> None:
