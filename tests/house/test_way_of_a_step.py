@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-MOST = {"plain": 15, "statistics and refresh": 27}
+MOST = {"plain": 15, "statistics and refresh": 28}
 
 
 @pytest.fixture(scope="module")

@@ -129,36 +129,6 @@ def _check(record: Record, left: set[Order], gradient: Tensor, batch: Batch) -> 
         )
 
 
-_SHAPED = {"ToCopyBackward0", "CloneBackward0", "AliasBackward0", "UnsqueezeBackward0"}
-_TAKEN = ("Slice", "Select", "Split", "Unbind", "Index")
-
-
-def check_whole(output: Tensor) -> None:
-    """Raise ValueError for an output that is a part of the rows of another, which the layers have all seen.
-
-    Statistics would be of other examples, and the losses of two halves would add, as those of two heads do.
-    """
-    node, back = output.grad_fn, False
-    while node is not None and node.name() in _SHAPED:
-        back |= node.name() == "UnsqueezeBackward0" and getattr(node, "_saved_dim", 1) == 0
-        node = node.next_functions[0][0]
-    if node is None or not node.name().startswith(_TAKEN) or getattr(node, "_saved_dim", 0) != 0:
-        return
-    source = node.next_functions[0][0]
-    if source is None or not source.next_functions:  # rows of a parameter, which are looked up
-        return
-    sizes = getattr(node, "_saved_self_sym_sizes", None) or (len(node._input_metadata),)
-    single = node.name().startswith(("Select", "Unbind"))
-    if node.name().startswith("IndexBackward") and node._saved_indices[0] is None:  # type: ignore[attr-defined]
-        return
-    if sizes[0] != output.shape[0] and (back or not single):
-        raise ValueError(
-            f"the output has {output.shape[0]} of the {sizes[0]} rows that the model has computed. Of a part of an "
-            "output no statistics can be taken: give draw.nll the whole output (mask= and weight= say what counts), "
-            "or call the model on that part alone"
-        )
-
-
 def _known(module: nn.Module, inputs: Tensor) -> Order | None:
     return _KNOWN.get(module, {}).get(inputs.dim())
 

@@ -13,7 +13,6 @@ from noisygrad.algorithm.fisher import FisherAverage
 from noisygrad.curvature import summaries
 from noisygrad.curvature.capture import Capture, Record
 from noisygrad.curvature.fisher import fisher_passes, passes_after_backward
-from noisygrad.curvature.layout import check_whole
 from noisygrad.curvature.passes import Pass
 from noisygrad.distributed import Ranks
 from noisygrad.families.units import Unit
@@ -296,4 +295,34 @@ class BatchMeasurement:
             "but not by calling the layer (F.linear(x, layer.weight) does so, for example). The Fisher sees layers "
             "that are called, so the posterior of these weights will be the prior. Call the layer, or make the weight "
             "an nn.Parameter of a module of your own, which gets a diagonal block"
+        )
+
+
+_SHAPED = {"ToCopyBackward0", "CloneBackward0", "AliasBackward0", "UnsqueezeBackward0"}
+_TAKEN = ("Slice", "Select", "Split", "Unbind", "Index")
+
+
+def check_whole(output: Tensor) -> None:
+    """Raise ValueError for an output that is a part of the rows of another, which the layers have all seen.
+
+    Statistics would be of other examples, and the losses of two halves would add, as those of two heads do.
+    """
+    node, back = output.grad_fn, False
+    while node is not None and node.name() in _SHAPED:
+        back |= node.name() == "UnsqueezeBackward0" and getattr(node, "_saved_dim", 1) == 0
+        node = node.next_functions[0][0]
+    if node is None or not node.name().startswith(_TAKEN) or getattr(node, "_saved_dim", 0) != 0:
+        return
+    source = node.next_functions[0][0]
+    if source is None or not source.next_functions:  # rows of a parameter, which are looked up
+        return
+    sizes = getattr(node, "_saved_self_sym_sizes", None) or (len(node._input_metadata),)
+    single = node.name().startswith(("Select", "Unbind"))
+    if node.name().startswith("IndexBackward") and node._saved_indices[0] is None:  # type: ignore[attr-defined]
+        return
+    if sizes[0] != output.shape[0] and (back or not single):
+        raise ValueError(
+            f"the output has {output.shape[0]} of the {sizes[0]} rows that the model has computed. Of a part of an "
+            "output no statistics can be taken: give draw.nll the whole output (mask= and weight= say what counts), "
+            "or call the model on that part alone"
         )
