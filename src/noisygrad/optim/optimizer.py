@@ -357,6 +357,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
         for _ in range(options.mc_samples):
             self._evaluate_once(closure)
             self.transaction.end_draw(restore=options.mc_samples > 1 or fresh)
+            if options.mc_samples > 1:
+                self.transaction.watch.note()
         if not fresh:
             return
         found = self.accumulated
@@ -384,5 +386,6 @@ class NoisyOptimizer(torch.optim.Optimizer):
 
     def _run(self, closure: Closure) -> tuple[Tensor | None, ...] | Tensor:
         result = self.transaction.run(closure)
-        self.transaction.watch.check_kept()
+        if self.accumulated.draws:
+            self.transaction.watch.check_kept()
         return result

@@ -307,6 +307,7 @@ class Transaction:
                 self.give_up()
             else:
                 self.end_draw()
+                self.watch.note()
                 draw.check_differentiated()
                 self.interrupts.release()
         except BaseException:
@@ -329,7 +330,6 @@ class Transaction:
         """Without `restore` the mean comes back with the step."""
         self._weights.end(restore=restore)
         self.accumulated.add_draw(self._weights.flat)
-        self.watch.note()
 
     def _loss(self, capture: Capture | None, *given: Any) -> Tensor:
         self.interrupts.hold()

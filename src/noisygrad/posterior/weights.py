@@ -38,13 +38,16 @@ class ModelParts:
 
     def changed(self) -> bool:
         """Whether any was."""
-        same = sum(map(len, self._owners)) == self._count
-        return not (
-            same
-            and all(held.get(name) is part for held, name, part in self._parts)
-            and all(parameter.requires_grad for parameter in self._trained)
-            and not any(parameter.requires_grad for parameter in self._frozen)
-        )
+        for held, name, part in self._parts:  # in every step: `all` of a generator takes twice as long
+            if held.get(name) is not part:
+                return True
+        for parameter in self._trained:
+            if not parameter.requires_grad:
+                return True
+        for parameter in self._frozen:
+            if parameter.requires_grad:
+                return True
+        return sum(map(len, self._owners)) != self._count
 
 
 class ParameterViews:
