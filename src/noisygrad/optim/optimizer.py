@@ -354,10 +354,11 @@ class NoisyOptimizer(torch.optim.Optimizer):
             return
         options = self.options
         fresh = options.fisher_pass == "fresh" and options.stats_due(self.steps + 1)
+        again = options.mc_samples > 1 or fresh
         for _ in range(options.mc_samples):
             self._evaluate_once(closure)
-            self.transaction.end_draw(restore=options.mc_samples > 1 or fresh)
-            if options.mc_samples > 1:
+            self.transaction.end_draw(restore=again)
+            if again:
                 self.transaction.watch.note()
         if not fresh:
             return
