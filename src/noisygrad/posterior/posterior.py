@@ -207,7 +207,8 @@ class Posterior:
         """The evidence lower bound, −N · E_q[nll] − KL, in nats; `loader` yields (x, y) batches of the data.
 
         The KL is that of weights and noise, whatever `kl_weight` is. The expectation is over `num_samples` draws; one
-        number per replica. `norm_data` is as in `predict`, all of it one batch.
+        number per replica. `norm_data` is as in `predict`, all of it one batch. Batches may end in weights of examples
+        and a mask. With weights, weights of classes or smoothed labels there is no likelihood that it bounds.
         """
         return self._fit_less_kl(1.0, loader, num_samples, generator, norm_data)
 
