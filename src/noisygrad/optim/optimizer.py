@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from noisygrad.algorithm.fisher import FisherStart
-from noisygrad.curvature.capture import unwrapped
+from noisygrad.curvature.capture import not_compiled, unwrapped
 from noisygrad.curvature.fisher import FisherKind
 from noisygrad.distributed import Group, Ranks
 from noisygrad.families.base import DampingMode
@@ -201,7 +201,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
     def step(self, closure: Closure) -> Tensor: ...
 
     # A step changes far too much beside tensors to be compiled along with what calls it.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @not_compiled
     def step(self, closure: Closure | None = None) -> Tensor | None:
         """Update the mean and the Fisher from the draws since the last step.
 
