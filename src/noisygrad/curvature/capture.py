@@ -27,6 +27,7 @@ from noisygrad.kernels.switches import Switch
 
 FEATURES_LAST = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
 """Layers whose inputs may have the batch in the first or in the second dimension."""
+WITH_POSITIONS = (*FEATURES_LAST, nn.MultiheadAttention)
 
 not_compiled = _disable_dynamo
 """`torch.compiler.disable`, but torch's compiler is imported when the function is first called, not when it is made."""
@@ -62,7 +63,12 @@ class Record:
         sizes = self.inputs.shape
         square = len(sizes) > 2 and sizes[0] == sizes[1] == batch and isinstance(self.module, FEATURES_LAST)
         known = len(sizes) > 2 and sizes[1] == batch and not self.may_be_second(batch)  # by the layer itself
-        return self.is_table or square or (folds(self.inputs, batch) and not known)
+        return self.is_table or square or self.may_be_positions(batch) or (folds(self.inputs, batch) and not known)
+
+    def may_be_positions(self, batch: int) -> bool:
+        """Whether the examples of the loss may be the positions of a single one, `[1, batch, features]`."""
+        sizes = self.inputs.shape
+        return len(sizes) > 2 and 1 == sizes[0] < sizes[1] == batch and isinstance(self.module, WITH_POSITIONS)
 
     def may_be_second(self, batch: int) -> bool:
         """Whether the batch may be the second dimension."""

@@ -73,7 +73,10 @@ def _observe_conv(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, bat
     if inputs.dim() == dims + 1:
         inputs, gradient = inputs.unsqueeze(0), gradient.unsqueeze(0)
     if inputs.shape[0] % batch.size:
-        raise ValueError(f"layer {unit.name!r} saw {inputs.shape[0]} images while the loss has a batch of {batch.size}")
+        raise ValueError(
+            f"layer {unit.name!r} saw {inputs.shape[0]} images while the loss has a batch of {batch.size}. "
+            f"{batch.advice(inputs.shape[0])}"
+        )
     inputs, gradient, examples = batch.first(inputs, 0), batch.first(gradient, 0), batch.kept
     if unit.inputs > unit.constant:
         for kind in (ConvolutionPass, PatchedPass):
