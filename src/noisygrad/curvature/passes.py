@@ -50,10 +50,11 @@ class Batch:
         """The tensor in the statistics' type, if it is floating point."""
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
-    def advice(self, rows: int) -> str:
-        """What to do where a layer has seen this many rows, which are not those of the examples."""
-        flattened = rows > 0 and self.size % rows == 0
-        return UNFLATTENED if flattened else "Give the layer inputs with the batch in front, or freeze it."
+
+def batch_advice(batch: Batch, rows: int) -> str:
+    """What to do where a layer has seen this many rows, which are not those of the examples."""
+    flattened = rows > 0 and batch.size % rows == 0
+    return UNFLATTENED if flattened else "Give the layer inputs with the batch in front, or freeze it."
 
 
 def arrange(tensor: Tensor, batch: Batch, unit: Unit) -> Tensor:
@@ -77,7 +78,7 @@ def arrange(tensor: Tensor, batch: Batch, unit: Unit) -> Tensor:
         return batch.first(tensor, lead).reshape(*tensor.shape[:lead], batch.kept, positions, tensor.shape[-1])
     raise ValueError(
         f"layer {unit.name!r} saw a tensor of shape {tuple(tensor.shape)} while the loss has a batch of {batch.size}: "
-        f"its per-example gradients are not defined. {batch.advice(sizes[0] if sizes else 0)}"
+        f"its per-example gradients are not defined. {batch_advice(batch, sizes[0] if sizes else 0)}"
     )
 
 

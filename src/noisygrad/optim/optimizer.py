@@ -22,6 +22,7 @@ from noisygrad.distributed import Group, Ranks
 from noisygrad.families.base import DampingMode
 from noisygrad.likelihoods import Likelihood
 from noisygrad.optim.accumulated import Accumulated, Scaling
+from noisygrad.optim.arguments import explain_arguments
 from noisygrad.optim.assembly import assemble
 from noisygrad.optim.draw import Draw, Drawing
 from noisygrad.optim.measurement import Closure, unpacked
@@ -79,6 +80,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
     default_factor_every: ClassVar[int] = 1
     _step_supports_amp_scaling = True  # a GradScaler hands over its scale and its verdict instead of waiting for them
 
+    @explain_arguments
     def __init__(
         self,
         model: nn.Module,
