@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import scipy
 import torch
-from scipy import special
 from torch import Tensor
 
 from noisygrad.predictions import BernoulliPrediction, CategoricalPrediction, Prediction, RegressionPrediction
@@ -90,7 +90,7 @@ def _crps_by_quadrature(prediction: RegressionPrediction, target: Tensor) -> Ten
     location, scale = prediction.location.double(), prediction.scale.double()
     degrees = prediction.degrees_of_freedom
     assert degrees is not None  # the caller's branch
-    reach = torch.from_numpy(-special.stdtrit(degrees.double().cpu().numpy(), _TAIL)).to(scale.device) * scale
+    reach = torch.from_numpy(-scipy.special.stdtrit(degrees.double().cpu().numpy(), _TAIL)).to(scale.device) * scale
     low, high = (location - reach).amin(0), (location + reach).amax(0)
     centre = location.mean(0)
     width = torch.maximum(location.std(0, correction=0), scale.mean(0))

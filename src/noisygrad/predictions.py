@@ -15,8 +15,8 @@ from collections.abc import Callable
 from copy import copy
 from typing import Any, Self
 
+import scipy
 import torch
-from scipy import special
 from torch import Tensor
 
 _BISECTIONS = 60
@@ -194,15 +194,15 @@ class RegressionPrediction(Prediction):
         if self.degrees_of_freedom is None:
             components: Tensor = torch.special.ndtr(standard)
         else:
-            values = special.stdtr(self.degrees_of_freedom.double().cpu().numpy(), standard.cpu().numpy())
+            values = scipy.special.stdtr(self.degrees_of_freedom.double().cpu().numpy(), standard.cpu().numpy())
             components = torch.from_numpy(values).to(standard.device)
         return components.mean(0)
 
     def _quantile(self, level: float) -> Tensor:
         if self.degrees_of_freedom is None:
-            standard = torch.full_like(self.location, float(special.ndtri(level)), dtype=torch.float64)
+            standard = torch.full_like(self.location, float(scipy.special.ndtri(level)), dtype=torch.float64)
         else:
-            values = special.stdtrit(self.degrees_of_freedom.double().cpu().numpy(), level)
+            values = scipy.special.stdtrit(self.degrees_of_freedom.double().cpu().numpy(), level)
             standard = torch.from_numpy(values).to(self.location.device)
         components = self.location.double() + self.scale.double() * standard
         # A mixture's quantile lies between the least and the greatest of its components'.

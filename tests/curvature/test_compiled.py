@@ -59,3 +59,28 @@ def test_a_step_inside_something_compiled(form: str) -> None:
     close(found[1], found[0])
     assert form == "explicit" or not graphs  # the step is run as it is, and the closure in it
     assert torch._dynamo.eval_frame._stance.stance == "default"
+
+
+def test_a_loss_inside_something_compiled_is_no_part_of_its_graphs() -> None:
+    """What is before it is compiled, and what is after it; plain steps and steps with statistics."""
+    found, graphs = [], []
+
+    def backend(graph: torch.fx.GraphModule, example: object) -> Callable[..., object]:
+        graphs.append([node.target for node in graph.graph.nodes if node.op.startswith("call")])
+        return graph.forward
+
+    def scaled(draw: ng.optim.draw.Draw, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return draw.nll(model(x), y) * 2
+
+    for compiled in (False, True):
+        model = network()
+        optimizer = ng.NoisyKFAC(model, ng.Gaussian(), num_data=50, seed=0, stats_every=3, factor_every=3)
+        loss_of = torch.compile(scaled, backend=backend) if compiled else scaled
+        x, y = normal(6, 3), normal(6, 2)
+        for _ in range(6):
+            with optimizer.sampled() as draw:
+                loss_of(draw, model, x, y).backward()
+            optimizer.step()
+        found.append(optimizer.weights.mean.flat.clone())
+    close(found[1], found[0])
+    assert sorted(map(len, graphs)) == [1, 3]  # the product, and the model

@@ -11,7 +11,6 @@ import noisygrad as ng
 from noisygrad.kernels.threads import one_thread
 from noisygrad.networks import MLP, ReplicatedMLP
 from noisygrad.training import Annealed, CheckpointError, CosineDecay, EpochRecord, History, StepDecay, train
-from noisygrad.training import progress as progress_module
 from noisygrad.training.batches import TensorBatches
 from noisygrad.training.progress import Bar, Lines, Reporter, reporter
 from support.toy_training import assert_same, fresh, snapshot, toy
@@ -325,7 +324,7 @@ def test_bar_shows_epoch_and_loss():
 def test_reporter_is_chosen_by_the_terminal(monkeypatch):
     assert type(reporter(None, 3)) is Reporter
     assert type(reporter(True, 3)) is Lines
-    monkeypatch.setattr(progress_module, "Console", lambda **options: Console(file=io.StringIO(), force_terminal=True))
+    monkeypatch.setattr("rich.console.Console", lambda **options: Console(file=io.StringIO(), force_terminal=True))
     assert type(reporter(None, 3)) is Bar
     assert type(reporter(False, 3)) is Reporter
 

@@ -6,6 +6,7 @@ but leaves this one, so in-place activations are harmless. So are a user's own h
 `forward` is replaced, which sees its input after all hooks and its output before any.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
@@ -25,6 +27,10 @@ from noisygrad.kernels.switches import Switch
 
 FEATURES_LAST = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
 """Layers whose inputs may have the batch in the first or in the second dimension."""
+WITH_POSITIONS = (*FEATURES_LAST, nn.MultiheadAttention)
+
+not_compiled = _disable_dynamo
+"""`torch.compiler.disable`, but torch's compiler is imported when the function is first called, not when it is made."""
 
 
 def folds(tensor: Tensor, batch: int) -> bool:
@@ -57,7 +63,12 @@ class Record:
         sizes = self.inputs.shape
         square = len(sizes) > 2 and sizes[0] == sizes[1] == batch and isinstance(self.module, FEATURES_LAST)
         known = len(sizes) > 2 and sizes[1] == batch and not self.may_be_second(batch)  # by the layer itself
-        return self.is_table or square or (folds(self.inputs, batch) and not known)
+        return self.is_table or square or self.may_be_positions(batch) or (folds(self.inputs, batch) and not known)
+
+    def may_be_positions(self, batch: int) -> bool:
+        """Whether the examples of the loss may be the positions of a single one, `[1, batch, features]`."""
+        sizes = self.inputs.shape
+        return len(sizes) > 2 and 1 == sizes[0] < sizes[1] == batch and isinstance(self.module, WITH_POSITIONS)
 
     def may_be_second(self, batch: int) -> bool:
         """Whether the batch may be the second dimension."""
@@ -191,14 +202,14 @@ def _put_back(module: nn.Module, own: Any) -> None:
 
 
 # A step may itself run inside compiled code, where the stance may not be set.
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled
 def _force_eager() -> Callable[[], None]:
     """Run compiled functions eagerly; returns a function that ends this."""
     stance: Any = torch.compiler.set_stance("force_eager")
     return partial(_allow_compiled, stance)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_compiled
 def _allow_compiled(stance: Any) -> None:
     stance.__exit__(None, None, None)
 
@@ -208,8 +219,9 @@ _EAGER = Switch(_force_eager)
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The user's own module inside DistributedDataParallel and `torch.compile`."""
+    compiled = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())  # () where nothing was compiled yet
     while True:
-        if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+        if isinstance(model, compiled):
             model = model._orig_mod
         elif isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module

@@ -8,7 +8,16 @@ from torch import Tensor, nn
 
 from noisygrad.curvature.convolution import ConvolutionPass, PatchedPass
 from noisygrad.curvature.layout import is_shared
-from noisygrad.curvature.passes import Batch, ElementwisePass, EmbeddingPass, MatrixPass, Pass, SummedPass, arrange
+from noisygrad.curvature.passes import (
+    Batch,
+    ElementwisePass,
+    EmbeddingPass,
+    MatrixPass,
+    Pass,
+    SummedPass,
+    arrange,
+    batch_advice,
+)
 from noisygrad.curvature.registry import Layer, register_layer
 from noisygrad.curvature.windows import patches
 from noisygrad.families.units import Slot, Unit
@@ -73,7 +82,10 @@ def _observe_conv(unit: Unit, module: Any, inputs: Tensor, gradient: Tensor, bat
     if inputs.dim() == dims + 1:
         inputs, gradient = inputs.unsqueeze(0), gradient.unsqueeze(0)
     if inputs.shape[0] % batch.size:
-        raise ValueError(f"layer {unit.name!r} saw {inputs.shape[0]} images while the loss has a batch of {batch.size}")
+        raise ValueError(
+            f"layer {unit.name!r} saw {inputs.shape[0]} images while the loss has a batch of {batch.size}. "
+            f"{batch_advice(batch, inputs.shape[0])}"
+        )
     inputs, gradient, examples = batch.first(inputs, 0), batch.first(gradient, 0), batch.kept
     if unit.inputs > unit.constant:
         for kind in (ConvolutionPass, PatchedPass):

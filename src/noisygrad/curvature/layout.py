@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from noisygrad.curvature.capture import Record, folds
-from noisygrad.curvature.passes import Batch, arrange
+from noisygrad.curvature.passes import UNFLATTENED, Batch, arrange
 from noisygrad.kernels.factorisation import capturing
 
 Order = Literal["batch first", "batch second", "shared"]
@@ -88,7 +88,7 @@ def _measure(output: Tensor, doubtful: Sequence[Record], batch: Batch) -> None:
 
 def _candidates(record: Record, batch: Batch) -> set[Order]:
     if not record.is_table:
-        second = record.may_be_second(batch.size)
+        second = record.may_be_second(batch.size) and not record.may_be_positions(batch.size)
         return {"batch first", "batch second"} if second else {"batch first"}
     first, second = (*record.inputs.shape, 0, 0)[:2]
     found: set[Order] = {"batch second"} if second == batch.size else set()
@@ -120,6 +120,11 @@ def _fits(record: Record, gradient: Tensor, batch: Batch, order: Order, others: 
 
 
 def _check(record: Record, left: set[Order], gradient: Tensor, batch: Batch) -> None:
+    if not left and record.may_be_positions(batch.size):
+        raise ValueError(
+            f"layer {record.unit.name!r} saw one example with {batch.size} positions that depend on each other, while "
+            f"the loss has a batch of {batch.size}. {UNFLATTENED}"
+        )
     if not left and not record.is_table and folds(gradient, batch.size):
         raise ValueError(
             f"layer {record.unit.name!r} saw {gradient.shape[0]} rows, which are not several of each of the "

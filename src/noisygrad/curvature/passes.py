@@ -24,6 +24,11 @@ from noisygrad.kernels.products import second_moment
 from noisygrad.kernels.squared_products import sum_of_squared_products, sum_of_squares_in_basis
 from noisygrad.likelihoods import Counted
 
+UNFLATTENED = (
+    "Positions of one example are not examples: do not flatten them into the batch. Give draw.nll the output as "
+    "[batch, positions, classes] and the target as [batch, positions]"
+)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -44,6 +49,12 @@ class Batch:
     def precise(self, tensor: Tensor) -> Tensor:
         """The tensor in the statistics' type, if it is floating point."""
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+
+
+def batch_advice(batch: Batch, rows: int) -> str:
+    """What to do where a layer has seen this many rows, which are not those of the examples."""
+    flattened = rows > 0 and batch.size % rows == 0
+    return UNFLATTENED if flattened else "Give the layer inputs with the batch in front, or freeze it."
 
 
 def arrange(tensor: Tensor, batch: Batch, unit: Unit) -> Tensor:
@@ -67,7 +78,7 @@ def arrange(tensor: Tensor, batch: Batch, unit: Unit) -> Tensor:
         return batch.first(tensor, lead).reshape(*tensor.shape[:lead], batch.kept, positions, tensor.shape[-1])
     raise ValueError(
         f"layer {unit.name!r} saw a tensor of shape {tuple(tensor.shape)} while the loss has a batch of {batch.size}: "
-        "its per-example gradients are not defined. Give the layer inputs with the batch in front, or freeze it."
+        f"its per-example gradients are not defined. {batch_advice(batch, sizes[0] if sizes else 0)}"
     )
 
 

@@ -29,11 +29,19 @@ def diagonal_columns(root: Tensor, event_dims: int) -> Tensor:
     return torch.diag_embed(flat).movedim(-2, 0).reshape(flat.shape[-1], *root.shape)
 
 
+def _batch_advice(output: Tensor, target: Tensor, batch_dim: int) -> str:
+    rows = [math.prod(one.shape[batch_dim : batch_dim + 2]) for one in (output, target)]
+    if rows[0] == target.shape[batch_dim] or rows[1] == output.shape[batch_dim]:
+        return "Batch and positions are flattened in one of them: leave both as [batch, positions, ...]."
+    return "Each row of the output needs its own target."
+
+
 class Likelihood(nn.Module, ABC):
     """The distribution of a target given the network's output."""
 
     integer_targets: ClassVar[bool] = False
     """Whether targets may be integers, too; else they must be floating point."""
+    _units: ClassVar[str] = "one unit"
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         """A subclass that replaces `log_prob` but not `score` gets the general `score`, not one of another formula."""
@@ -178,7 +186,7 @@ class Likelihood(nn.Module, ABC):
         if output.ndim <= batch_dim or output.shape[:batch_dim] != self.replicas:
             raise ValueError(
                 f"{name}: the output must be of shape {[*replicas, 'batch', '...']} (replicas first); "
-                f"got {list(output.shape)}."
+                f"got {list(output.shape)}, for a target of shape {list(target.shape)}."
             )
         if output.numel() == 0 or target.numel() == 0:
             raise ValueError(
@@ -187,18 +195,21 @@ class Likelihood(nn.Module, ABC):
             )
         if output.device != target.device:
             raise ValueError(f"{name}: output on {output.device}, target on {target.device}; move the target.")
-        self._check_dtype(target)
         if target.shape[: batch_dim + 1] != output.shape[: batch_dim + 1]:
             raise ValueError(
                 f"{name}: the batches disagree: output {list(output.shape)}, target {list(target.shape)}; "
-                f"the first {batch_dim + 1} dimension(s) must be equal."
+                f"the first {batch_dim + 1} dimension(s) must be equal. {_batch_advice(output, target, batch_dim)}"
             )
-        expected = self.target_shape(output)
+        try:
+            expected = self.target_shape(output)
+        except ValueError as error:
+            raise ValueError(f"{error} The target is of shape {list(target.shape)}.") from None
         if target.shape != expected:
             raise ValueError(
                 f"{name}: for an output of shape {list(output.shape)} the target must be of shape {list(expected)}; "
                 f"got {list(target.shape)}. {self._shape_advice(target.shape, expected)}"
             )
+        self._check_dtype(target)
         if not output.is_cuda and not self._known_valid(target) and bool(self.invalid(output, target)):
             raise ValueError(f"{name}: {self._value_advice(output, target)}")
 
@@ -229,7 +240,7 @@ class Likelihood(nn.Module, ABC):
             return "They would broadcast every target against every output: use target.unsqueeze(-1)."
         if torch.Size([*expected, 1]) == given:
             return "They would broadcast every target against every output: use target.squeeze(-1)."
-        return "Reshape the target, or check the size of the network's last layer."
+        return f"Give the network's last layer {self._units} for each target of an example, or reshape the target."
 
     def _value_advice(self, output: Tensor, target: Tensor) -> str:
         if bad := int((~target.isfinite()).sum()):

@@ -19,6 +19,11 @@ class Bernoulli(Likelihood):
         """Whether any target is outside [0, 1] or NaN."""
         return ~((target >= 0) & (target <= 1)).all()
 
+    def _shape_advice(self, given: torch.Size, expected: torch.Size) -> str:
+        if expected[-1:] == (2,) and 2 * given.numel() == expected.numel():
+            return "Two logits for two classes are Categorical's; Bernoulli has one for each target of an example."
+        return super()._shape_advice(given, expected)
+
     def _value_advice(self, output: Tensor, target: Tensor) -> str:
         return (
             f"targets must lie in [0, 1]; they go from {float(target.min())} to {float(target.max())}. "

@@ -70,19 +70,26 @@ class Categorical(Likelihood):
 
     def target_shape(self, output: Tensor) -> torch.Size:
         """The output's shape without its last dimension, the classes."""
+        if self.event_dims(output) == 0 or output.shape[-1] == 1:
+            raise ValueError(
+                f"Categorical: the output must end in a dimension of classes, two at least; got shape "
+                f"{list(output.shape)}. Give the last layer one unit for each class; a single logit for two classes is "
+                "Bernoulli's, with targets 0.0 and 1.0 of the output's shape."
+            )
         weights = self._class_weights
         if weights is not None and output.shape[-1] != len(weights):
-            raise ValueError(f"Categorical: there are {len(weights)} class_weights, and {output.shape[-1]} classes.")
-        if self.event_dims(output) == 0:
             raise ValueError(
-                f"Categorical: the output must end in a dimension of classes; got shape {list(output.shape)}."
+                f"Categorical: there are {len(weights)} class_weights, but {output.shape[-1]} classes in an output of "
+                f"shape {list(output.shape)}: give a weight for each class."
             )
         return output.shape[:-1]
 
     def _shape_advice(self, given: torch.Size, expected: torch.Size) -> str:
         if torch.Size([*expected, 1]) == given:
             return "Use target.squeeze(-1)."
-        return "Labels are indices, not one-hot, and classes are the output's last dimension (permute the output)."
+        if given[:-1] == expected:
+            return "Labels are indices, not one-hot or probabilities: use target.argmax(-1)."
+        return "Classes are the output's last dimension (permute the output), and labels are indices, not one-hot."
 
     def clamp_invalid_targets(self, output: Tensor, target: Tensor) -> Tensor:
         """Labels clamped to existing classes: on a GPU torch's own check would end the process."""

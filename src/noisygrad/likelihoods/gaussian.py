@@ -145,6 +145,12 @@ class Gaussian(Likelihood):
         shape = event if noise.shape[-1] > 1 else (1,) * len(event)
         return noise.reshape(*self.replicas, 1, *shape)
 
+    def _shape_advice(self, given: torch.Size, expected: torch.Size) -> str:
+        advice = super()._shape_advice(given, expected)
+        if 2 * given.numel() == expected.numel():
+            advice += " HeteroscedasticGaussian takes a mean and a log-variance for each target."
+        return advice
+
     def log_prob(self, output: Tensor, target: Tensor) -> Tensor:
         """E_q(τ)[log p], `[*replicas, batch]`: ½[ψ(α) − log β − (α/β)(y − f)² − log 2π] summed over outputs."""
         return self.sum_event(self.terms(output, target))

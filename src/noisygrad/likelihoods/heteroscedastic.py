@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from noisygrad.predictions import RegressionPrediction
 
 class HeteroscedasticGaussian(Likelihood):
     """The last dimension of the output is 2D: D means, then D log-variances; the target's is D."""
+
+    _units: ClassVar[str] = "two units (a mean and a log-variance)"
 
     def target_shape(self, output: Tensor) -> torch.Size:
         """The output's shape with half its last dimension."""

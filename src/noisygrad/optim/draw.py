@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from noisygrad.algorithm.step import NoisyNaturalGradient
-from noisygrad.curvature.capture import Capture
+from noisygrad.curvature.capture import Capture, not_compiled
 from noisygrad.kernels.threads import run_in_threads
 from noisygrad.optim.accumulated import LossCall
 from noisygrad.optim.execution import Executor
@@ -51,7 +51,7 @@ class Draw:
         """Whether a loss was computed that is to be differentiated."""
 
     # It leaves much beside tensors, so it is not compiled along with what calls it.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @not_compiled
     def nll(
         self, output: Tensor, target: Tensor, *, weight: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:

@@ -60,7 +60,7 @@ class BatchMeasurement:
     """How many examples of a batch there was memory for: for statistics, and for a forward pass of their own."""
 
     def __post_init__(self) -> None:
-        self._warned = False
+        self._warned = self._warned_of_size = False
         self._units, parameters = self.structure.units, self.structure.parameters
         self._others = [(unit, parameters[unit.slots[0].parameter]) for unit in self._units if unit.kind == "other"]
 
@@ -91,6 +91,8 @@ class BatchMeasurement:
             return nll(output, target)
         if not likelihood.replicas:
             check_whole(output)
+        if counted is None and (rows := output.shape[len(likelihood.replicas)]) > self.options.num_data:
+            self.warn_num_data(f"a batch has {rows} examples")
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
             call = accumulated.begin_call(output, counted)
             return accumulated.add_call(
@@ -120,6 +122,15 @@ class BatchMeasurement:
         if capture is not None:  # until then another head may need what was recorded
             loss.register_hook(lambda gradient: capture.release())
         return loss
+
+    def warn_num_data(self, seen: str) -> None:
+        """Warn, once, that the training set is larger than was said; accumulation and draws may repeat examples."""
+        if not self._warned_of_size:
+            self._warned_of_size = True
+            warn_user(
+                f"{seen}, but num_data={self.options.num_data}: the posterior is wider, and the prior pulls more, than "
+                "the data justify. Give the number of examples, as len(loader.dataset) does; len(loader) is batches"
+            )
 
     # ---------------------------------------------------------------- statistics
 

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from noisygrad.algorithm.fisher import FisherStart
-from noisygrad.curvature.capture import unwrapped
+from noisygrad.curvature.capture import not_compiled, unwrapped
 from noisygrad.curvature.fisher import FisherKind
 from noisygrad.distributed import Group, Ranks
 from noisygrad.families.base import DampingMode
 from noisygrad.likelihoods import Likelihood
 from noisygrad.optim.accumulated import Accumulated, Scaling
+from noisygrad.optim.arguments import explain_arguments
 from noisygrad.optim.assembly import assemble
 from noisygrad.optim.draw import Draw, Drawing
 from noisygrad.optim.measurement import Closure, unpacked
@@ -79,6 +80,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
     default_factor_every: ClassVar[int] = 1
     _step_supports_amp_scaling = True  # a GradScaler hands over its scale and its verdict instead of waiting for them
 
+    @explain_arguments
     def __init__(
         self,
         model: nn.Module,
@@ -201,7 +203,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
     def step(self, closure: Closure) -> Tensor: ...
 
     # A step changes far too much beside tensors to be compiled along with what calls it.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @not_compiled
     def step(self, closure: Closure | None = None) -> Tensor | None:
         """Update the mean and the Fisher from the draws since the last step.
 

@@ -119,7 +119,7 @@ def fraction(name: str, value: float) -> float:
 
 
 def check_arguments(
-    model: object,
+    model: nn.Module,
     likelihood: object,
     prior_variance: PriorVariance | None,
     prior: object,
@@ -127,8 +127,6 @@ def check_arguments(
     family: str,
 ) -> PriorVariance:
     """The prior variance, 1 where none is said; raise for slips that would surface far from where they were made."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"the first argument must be the model itself, an nn.Module; got {type(model).__name__}")
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if found := [name for name, parameter in trained.items() if parameter.is_complex()]:
         raise ValueError(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-_NOT_THEIRS = tuple(f"{Path(file).parent}{Path('/')}" for file in (Path(__file__).parent, torch.__file__))
+_NOT_THEIRS = tuple(f"{folder}{Path('/')}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 
 
 def warn_user(message: str) -> None:

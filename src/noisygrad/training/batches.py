@@ -100,6 +100,10 @@ class LoaderBatches:
     def __init__(self, loader: Iterable[Any], device: torch.device, lead: int) -> None:
         self._loader, self._lead, self.device = loader, lead, device
         self.settings: dict[str, Any] = {}
+        try:
+            self.num_data: float = len(loader.dataset)  # type: ignore[attr-defined]
+        except (AttributeError, TypeError):
+            self.num_data = math.inf
         self.generator = getattr(loader, "generator", None)
         if hasattr(loader, "__next__"):
             raise ValueError(

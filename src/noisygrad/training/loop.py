@@ -6,6 +6,7 @@ optimiser by default, or any function of a batch (a baseline's step, a compiled 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,7 +103,8 @@ def train(
     with reporter(progress, epochs, history.epochs) as report:
         for epoch in range(history.epochs + 1, epochs + 1):
             start = time.perf_counter()
-            loss = _epoch(batches, run.seeds, epoch, step, every_step, report) / max(1, torch.Size(replicas).numel())
+            loss = _epoch(batches, run.seeds, epoch, step, every_step, report, optimizer)
+            loss /= max(1, torch.Size(replicas).numel())
             if scheduler is not None and schedule_every == "epoch":
                 scheduler.step()
             record = EpochRecord(epoch, epochs, loss, time.perf_counter() - start)
@@ -124,15 +126,21 @@ def _epoch(
     step: Step,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None,
     report: Reporter,
+    optimizer: NoisyOptimizer | torch.optim.Optimizer,
 ) -> float:
     """One pass over the data; the mean loss per example, which alone waits for the device."""
     length = len(batches)
     total: Tensor | None = None
     examples = 0
+    noisy = optimizer if isinstance(optimizer, NoisyOptimizer) else None
+    # A loader may give examples several times.
+    most = math.inf if noisy is None or batches.num_data <= noisy.options.num_data else noisy.options.num_data
     for number, ((x, y), count) in enumerate(batches.epoch(seeds, epoch), start=1):
         loss = step(x, y).detach() * count
         total = loss if total is None else total + loss
         examples += count
+        if noisy is not None and examples > most:
+            noisy.measurement.warn_num_data(f"an epoch has more than {most} examples")
         if scheduler is not None:
             scheduler.step()
         if length:

@@ -1,15 +1,15 @@
-"""A progress bar for a long run: epoch, loss, time left."""
+"""A progress bar for a long run: epoch, loss, time left. rich is imported when one is shown."""
 
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Self
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from typing import TYPE_CHECKING, Self
 
 from noisygrad.training.history import EpochRecord
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Show = bool | None | Callable[[EpochRecord], None]
 """True: always. False: never. None: where there is a terminal. A function: called after every epoch."""
@@ -38,7 +38,9 @@ class Reporter(ExitStack):
 class Bar(Reporter):
     """A bar on a terminal."""
 
-    def __init__(self, epochs: int, done: int, console: Console) -> None:
+    def __init__(self, epochs: int, done: int, console: "Console") -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
         super().__init__()
         columns = (
             TextColumn("epoch {task.fields[epoch]}/{task.total:.0f}"),
@@ -74,7 +76,7 @@ class Bar(Reporter):
 class Lines(Reporter):
     """A line now and then, for a log."""
 
-    def __init__(self, epochs: int, done: int, console: Console) -> None:
+    def __init__(self, epochs: int, done: int, console: "Console") -> None:
         super().__init__()
         self._console = console
         self._every = max(1, epochs // _LINES)
@@ -99,6 +101,8 @@ def reporter(show: Show, epochs: int, done: int = 0) -> Reporter:
         raise ValueError(f"progress must be True, False, None or a function of an EpochRecord; got {show!r}")
     if show is False:
         return Reporter()
+    from rich.console import Console
+
     console = Console(file=sys.stderr, highlight=False)
     if console.is_terminal:
         return Bar(epochs, done, console)
