@@ -16,11 +16,15 @@ from noisygrad.algorithm.stacks import Stack, Stacks, can_stack
 from noisygrad.distributed import Ranks
 from noisygrad.families import packed
 from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
+from noisygrad.families.units import MatrixOrder
 from noisygrad.kernels.factorisation import FactorisationError, capturing, deferred, repairs, unchecked
 from noisygrad.kernels.switches import full_precision
 from noisygrad.kernels.tensors import Backup
 from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.faults import named_error, warn_repaired
+
+SMALL = 1 << 15
+"""Up to this many weights a gather of all of them is faster than views and copies of every layer."""
 
 
 class Covariance:
@@ -66,6 +70,8 @@ class Covariance:
         self._device = self.fisher.moments.device
         self._told: set[str] = set()
         self._diagonal = self._diagonal_prior()
+        small = self._size <= SMALL and self._device.type not in stacks.DEVICES
+        self._order = MatrixOrder(self.blocks) if small and lean else None
 
     # ---------------------------------------------------------------- the prior
 
@@ -323,21 +329,27 @@ class Covariance:
         """
         if (only := self._single_block) is not None and only.sampler is not None:
             return only.sampler.sample(noise)
+        if self._order is not None:
+            parts = zip(self.blocks, self._order.split(noise), strict=True)
+            return self._order.joined([self._sample_of(block, part) for block, part in parts])
         start = 0 if self._stacks is None else self._stacks.size
         spread = noise.new_empty(*noise.shape[:-1], self._size) if self._stacks is None else self._stacks.sample(noise)
         for block in self._unstacked_blocks:
-            sampler = self.factors[block.name].sampler
-            if sampler is None:
-                block.segment(spread).zero_()
-            else:
-                block.write_(spread, sampler.sample(block.batched(noise[..., start : start + block.size])))
+            block.write_(spread, self._sample_of(block, block.batched(noise[..., start : start + block.size])))
             start += block.size
         return spread
+
+    def _sample_of(self, block: Block, noise: Tensor) -> Tensor:
+        sampler = self.factors[block.name].sampler
+        return torch.zeros_like(noise) if sampler is None else sampler.sample(noise)
 
     def solve(self, gradient: Tensor) -> Tensor:
         """P⁻¹ g of every block, with the damping of the step."""
         if (only := self._single_block) is not None:
             return only.stepper.solve(gradient)
+        if self._order is not None:
+            parts = zip(self.blocks, self._order.vectors(gradient), strict=True)
+            return self._order.joined([self.factors[block.name].stepper.solve(part) for block, part in parts])
         solved = torch.empty_like(gradient) if self._stacks is None else self._stacks.solve(gradient)
         for block in self._unstacked_blocks:
             block.write_(solved, self.factors[block.name].stepper.solve(block.vector(gradient)))

@@ -57,7 +57,7 @@ def use_onednn_at(rows: int, inner: int, columns: int, *factors: Tensor) -> bool
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:
     """L R, of any number of leading dimensions."""
-    if not use_onednn(left, right):
+    if left.numel() * right.shape[-1] < LARGE or not use_onednn(left, right):  # the first costs a small product least
         return left @ right
     multiply = onednn()
     assert multiply is not None

@@ -1,10 +1,8 @@
 """The optimiser: draw weights from the posterior, take a natural-gradient step on its mean, keep its Fisher.
 
-Algorithms 1 and 2 of the paper are one algorithm (`noisygrad.algorithm`); the families differ only in their blocks.
 Here is the shell that a user holds: param groups, `step`, `sampled`, the state. What a step is made of belongs to small
-objects: the weights that are drawn (`draw`), what batches leave behind (`measurement`), the step itself (`update`).
-Nothing in a step waits for a GPU: what a CPU checks at once, a GPU masks on the device and checks at the next refresh
-of the factors. Conventions: `docs/conventions.md`.
+objects: the weights that are drawn (`draw`), what batches leave (`measurement`), the step itself (`update`). Nothing in
+it waits for a GPU: what a CPU checks at once, a GPU masks and checks at the next refresh. See `docs/conventions.md`.
 """
 
 from __future__ import annotations
@@ -14,6 +12,8 @@ from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from noisygrad.algorithm.fisher import FisherStart
 from noisygrad.curvature.capture import not_compiled, unwrapped
@@ -67,11 +67,10 @@ class NoisyOptimizer(torch.optim.Optimizer):
         groups: patterns of parameter names with their own lr, momentum, damping or noise.
         seed: of the optimiser's own generator; one for each replica, or for the first of them.
         same_draw_on_all_ranks: draw the same weights in all processes of a distributed training.
-        process_group: the processes that train this model together; None for those of its DistributedDataParallel, or
-            else for all there are, and "alone" for a training of this process by itself. All of them have to make the
-            optimiser, since they compare their models then.
-        capturable: keep every group's lr as a tensor on the device, as torch.optim does, so that a captured step
-            follows a scheduler. Schedules of `kl_clip` and `fisher_decay` are read when the step is captured.
+        process_group: the processes that train this model together, all of which make the optimiser; None for those
+            of its DistributedDataParallel, or else for all there are; "alone" for this process by itself.
+        capturable: keep every group's lr as a tensor on the device, so that a captured step follows a scheduler;
+            schedules of `kl_clip` and `fisher_decay` are read when the step is captured.
     """
 
     family: ClassVar[str] = ""
@@ -166,6 +165,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
             same_draw=same_draw_on_all_ranks,
         )
         self.algorithm, self.weights = self.update.algorithm, self.update.weights
+        self.generators = self.weights.generators
         self.measurement, self.guard, self.running = self.update.measurement, self.update.guard, self.update.running
         self.covariance = self.algorithm.covariance
         self.transaction = Transaction(self.update, self.structure)
@@ -214,6 +214,15 @@ class NoisyOptimizer(torch.optim.Optimizer):
         nothing if the loss was not finite (on a GPU: masks the step, and raises at the next refresh of the factors).
         Whatever else ends it, all is as before the first draw, or as after the step.
         """
+        hooks = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+        observed = hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks or _profiler_enabled()
+        # A class of the user's with a step of its own has torch's wrapper around that.
+        observed = observed and type(self).step is NoisyOptimizer.step
+        return (self._observed_step if observed else self._step)(closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # no wrapper for hooks that are seldom there: 10 µs
+
+    def _step(self, closure: Closure | None = None) -> Tensor | None:
         if self.transaction.is_drawing():
             raise RuntimeError("step() inside sampled(): leave the context first, which ends the draw")
         self.check_still_valid()
@@ -234,6 +243,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
                 vars(self).pop(name, None)
             raise
         return loss
+
+    _observed_step = torch.optim.Optimizer.profile_hook_step(_step)
 
     def check_still_valid(self) -> None:
         """Raise if the model's parameters are others, or a param group has senseless numbers, since construction."""
@@ -298,11 +309,6 @@ class NoisyOptimizer(torch.optim.Optimizer):
             kl_weight=self.options.kl_weight,
             damping_mode=self.options.damping_mode,
         )
-
-    @property
-    def generators(self) -> list[torch.Generator]:
-        """The source of all draws, one for each replica."""
-        return self.weights.generators
 
     def register_with(self, graph: torch.cuda.CUDAGraph) -> None:
         """Before capturing a step in a CUDA graph: let its replays draw new numbers from the optimiser's generators."""
