@@ -1,8 +1,9 @@
 """Square roots of damped matrices, which succeed or raise an error with the reason; nothing here returns NaN.
 
 Every matrix is a Fisher factor plus damping, so a lower bound of its eigenvalues (the *floor*) is known. Where that is
-near the rounding of float32, the matrix is factorised in float64. Rounding can also push the computed spectrum below
-the floor, with duplicate or constant columns of the data; eigenvalues are then raised to it, with a warning.
+near the rounding of the matrix's type, the matrix is factorised in a wider one: float32 in float64, float64 by
+`refinement`. Rounding can also push the computed spectrum below the floor, with duplicate or constant columns of the
+data; eigenvalues are then raised to it, with a warning.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ import torch
 from torch import Tensor
 
 from noisygrad.kernels.products import matmul
+from noisygrad.kernels.refinement import refined_inverse_root
 from noisygrad.kernels.threads import INHERITED
 
-NEAR_ROUNDING = 64
-"""A floor below this many times ε‖A‖ (of Frobenius) is near rounding: down to it the inverse of a matrix in float32 has
-a relative error below a thousandth, as seen with up to 800 rows."""
+NEAR_ROUNDING = {torch.float32: 256.0, torch.float64: 2.0**18}
+"""A floor below this many times ε‖A‖ (of Frobenius) is near rounding, and so is one below `OF_LARGEST` times as many
+times ε times the largest entry of the diagonal, to which damping is added with an error of its own. With 2 to 800 rows
+the relative errors of inverses, times the floor, were at most 0.13 ε‖A‖ or, with few rows, 1.5 ε times that entry. So
+above both bounds they are half of what two factors may have: a thousandth, in float64 a millionth."""
+
+OF_LARGEST = 12.0
 
 SMALL_TRIANGLE = {"cpu": 128, "cuda": 1024}
 """Up to this size a triangular matrix is inverted by one call."""
@@ -93,11 +99,22 @@ def deferred() -> Iterator[list[Tensor]]:
         INHERITED.failures = before
 
 
+class Unrounded(NamedTuple):
+    """A damped matrix as it is before rounding: scale · (factor + diag(ridge)), in float64.
+
+    `[...]`, `[..., d, d]` and `[..., d]`.
+    """
+
+    scale: Tensor
+    factor: Tensor
+    ridge: Tensor
+
+
 class Bound(NamedTuple):
-    """A lower bound of a matrix's eigenvalues, `[...]`, and where rounding matters the matrix made in float64."""
+    """A lower bound of a matrix's eigenvalues, `[...]`, and what the matrix is made of where rounding matters."""
 
     floor: Tensor
-    exact: Callable[[], Tensor] | None = None
+    unrounded: Callable[[], Unrounded] | None = None
 
 
 @contextmanager
@@ -128,13 +145,13 @@ def rounding_floor(matrix: Tensor) -> Tensor:
 
 
 def inverse_root(
-    matrix: Tensor, floor: Tensor | float, exact: Callable[[], Tensor] | None = None
+    matrix: Tensor, floor: Tensor | float, unrounded: Callable[[], Unrounded] | None = None
 ) -> tuple[Tensor, Tensor]:
     """A root of the inverse of a damped SPD matrix, by Cholesky.
 
     `floor` is a known lower bound of its eigenvalues, `[...]` or a number; 0 where none is known. Returns `(root,
-    logdet)` with root rootᵀ = matrix⁻¹, `[..., d, d]`, and log |matrix|, `[...]`. `exact` makes the same matrix in
-    float64; that is then factorised where the floor is near rounding.
+    logdet)` with root rootᵀ = matrix⁻¹, `[..., d, d]`, and log |matrix|, `[...]`. `unrounded` says what the matrix is
+    made of; that is factorised where the floor is near rounding.
 
     Raises FactorisationError where entries are not finite, or the matrix is singular and no floor repairs it. Where
     nothing may be checked (`capturing`) the caller has to mask what is not finite.
@@ -147,8 +164,8 @@ def inverse_root(
     bound = torch.as_tensor(floor, dtype=matrix.dtype, device=matrix.device).expand(logdet.shape)
     squares = squares.amin(-1)
     failed = (info != 0) | _is_wrong(root, logdet, squares, bound)
-    if exact is not None:
-        rounding = NEAR_ROUNDING * torch.finfo(matrix.dtype).eps * torch.linalg.matrix_norm(matrix)
+    if unrounded is not None:
+        rounding = _rounding(matrix)
         failed = failed | ((bound < rounding) & (squares < matrix.shape[-1] * rounding))
     failures: list[Tensor] | None = getattr(INHERITED, "failures", None)
     if failures is not None:
@@ -156,10 +173,19 @@ def inverse_root(
     elif bool(failed.any()):
         # Only the failed ones are redone, so that one replica's failure does not change another's digits.
         root, logdet = root.contiguous(), logdet.clone()
-        again = matrix[failed] if exact is None else exact()[failed]
-        parts = _repaired(again, bound[failed], matrix.dtype, precise=exact is not None)
+        if unrounded is None:
+            parts = _repaired(matrix[failed], bound[failed])
+        else:
+            parts = _in_wider_type(Unrounded(*(part[failed] for part in unrounded())), matrix.dtype)
         root[failed], logdet[failed] = (part.to(matrix.dtype) for part in parts)
     return root, logdet
+
+
+def _rounding(matrix: Tensor) -> Tensor:
+    """What a floor must not be below, for the inverse to be as near as `NEAR_ROUNDING` says."""
+    size = torch.linalg.matrix_norm(matrix)
+    largest = matrix.diagonal(dim1=-2, dim2=-1).amax(-1)
+    return NEAR_ROUNDING[matrix.dtype] * torch.finfo(matrix.dtype).eps * torch.maximum(size, OF_LARGEST * largest)
 
 
 def _cholesky_root(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -214,19 +240,27 @@ def _solved_for_identity(triangle: Tensor, upper: bool = False) -> Tensor:
     return solved
 
 
-def _repaired(matrix: Tensor, floor: Tensor, dtype: torch.dtype, *, precise: bool) -> tuple[Tensor, Tensor]:
-    """`inverse_root` of `[k, d, d]` in float64, for a matrix of this type; `precise` where it was made in float64."""
-    size = matrix.shape[-1]
+def _repaired(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    """`inverse_root` of `[k, d, d]` in float64, with eigenvalues raised to at least the floor."""
     if not bool(torch.isfinite(matrix).all()):
+        raise factorisation_error(matrix.shape[-1], math.nan, float(floor.min()))
+    return _floored_inverse_root(matrix.double(), floor.double(), matrix.dtype)
+
+
+def _in_wider_type(parts: Unrounded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`inverse_root` of `[k, d, d]` that was made in this type, with less rounding than that has."""
+    scale, factor, ridge = parts
+    size, floor = ridge.shape[-1], ridge.amin(-1)
+    matrix = factor + torch.diag_embed(ridge)
+    if not bool((torch.isfinite(matrix).all((-2, -1)) & torch.isfinite(scale)).all()):
         raise factorisation_error(size, math.nan, float(floor.min()))
-    matrix, floor = matrix.double(), floor.double()
-    if not precise:
-        return _floored_inverse_root(matrix, floor, dtype)
     # What the factor was measured with has no information below its own rounding.
     least = torch.finfo(dtype).eps * matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
     lifted = (floor > 0) & (floor < least)
-    matrix = matrix + torch.diag_embed(torch.where(lifted, least - floor, 0.0)[..., None].expand(matrix.shape[:-1]))
-    root, logdet, squares, info = _cholesky_root(matrix)
+    ridge = ridge + torch.where(lifted, least - floor, 0.0)[..., None]
+    matrix = factor + torch.diag_embed(ridge)
+    precise = refined_inverse_root(factor, ridge) if dtype == torch.float64 else _cholesky_root(matrix)
+    root, logdet, squares, info = precise
     squares = squares.amin(-1)
     # Where the factor alone is far from singular, it does not matter what is added.
     if bool((lifted & (squares < 8 * size * least)).any()):
@@ -240,11 +274,11 @@ def _repaired(matrix: Tensor, floor: Tensor, dtype: torch.dtype, *, precise: boo
     if bool(failed.any()):
         root, logdet = root.contiguous(), logdet.clone()
         root[failed], logdet[failed] = _floored_inverse_root(matrix[failed], floor[failed], dtype)
-    return root, logdet
+    return root * scale.rsqrt()[..., None, None], logdet + size * scale.log()
 
 
 def _floored_inverse_root(matrix: Tensor, floor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same by `eigh`, with eigenvalues raised to at least the floor."""
+    """By `eigh` of the matrix in float64, with eigenvalues raised to at least the floor."""
     size, smallest_floor = matrix.shape[-1], float(floor.min())
     eigenvalues, vectors = _eigh(matrix)
     rounding = torch.finfo(torch.float64).eps * size * eigenvalues.abs().amax(-1)
