@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from noisygrad.kernels.products import matmul
 from noisygrad.kernels.refinement import refined_inverse_root
-from noisygrad.kernels.threads import INHERITED
+from noisygrad.kernels.threads import ThreadSetting
 
 NEAR_ROUNDING = {torch.float32: 256.0, torch.float64: 2.0**18}
 """A floor below this many times ε‖A‖ (of Frobenius) is near rounding, and so is one below `OF_LARGEST` times as many
@@ -67,36 +67,32 @@ def not_positive(diagonal: Tensor) -> list[int]:
     return [int(place) for place in bad.any(0).nonzero()]
 
 
+_UNCHECKED = ThreadSetting[bool]("unchecked")
+_FAILURES = ThreadSetting[list[Tensor]]("failures")
+_REPAIRS = ThreadSetting[list[str]]("repairs")
+
+
 def capturing() -> bool:
     """Whether the host may not read any value: inside `unchecked`, and while a CUDA graph is recorded."""
-    unchecked: bool = getattr(INHERITED, "unchecked", False)
-    return unchecked or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return bool(_UNCHECKED.get()) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
-@contextmanager
-def unchecked(when: bool = True) -> Iterator[None]:
+def unchecked(when: bool = True) -> AbstractContextManager[bool]:
     """Nothing is checked or repaired inside, by this thread; the caller masks what is not finite on the device."""
-    before = getattr(INHERITED, "unchecked", False)
-    INHERITED.unchecked = before or when
-    try:
-        yield
-    finally:
-        INHERITED.unchecked = before
+    return _UNCHECKED.set_to(when or bool(_UNCHECKED.get()))
 
 
-@contextmanager
-def deferred() -> Iterator[list[Tensor]]:
+def deferred() -> AbstractContextManager[list[Tensor]]:
     """Roots that this thread makes inside are not repaired; the checks are collected, to be read all at once.
 
     Each tensor is True where `inverse_root` would have had to repair a matrix or to raise.
     """
-    found: list[Tensor] = []
-    before = getattr(INHERITED, "failures", None)
-    INHERITED.failures = found
-    try:
-        yield found
-    finally:
-        INHERITED.failures = before
+    return _FAILURES.set_to([])
+
+
+def repairs() -> AbstractContextManager[list[str]]:
+    """What would be warned of inside, by this thread, is collected in place of it."""
+    return _REPAIRS.set_to([])
 
 
 class Unrounded(NamedTuple):
@@ -115,18 +111,6 @@ class Bound(NamedTuple):
 
     floor: Tensor
     unrounded: Callable[[], Unrounded] | None = None
-
-
-@contextmanager
-def repairs() -> Iterator[list[str]]:
-    """What would be warned of inside, by this thread, is collected in place of it."""
-    found: list[str] = []
-    before = getattr(INHERITED, "repairs", None)
-    INHERITED.repairs = found
-    try:
-        yield found
-    finally:
-        INHERITED.repairs = before
 
 
 def condition_number(matrix: Tensor) -> Tensor:
@@ -167,7 +151,7 @@ def inverse_root(
     if unrounded is not None:
         rounding = _rounding(matrix)
         failed = failed | ((bound < rounding) & (squares < matrix.shape[-1] * rounding))
-    failures: list[Tensor] | None = getattr(INHERITED, "failures", None)
+    failures = _FAILURES.get()
     if failures is not None:
         failures.append(failed.any())
     elif bool(failed.any()):
@@ -296,7 +280,7 @@ def _floored_inverse_root(matrix: Tensor, floor: Tensor, dtype: torch.dtype) -> 
 
 
 def _report(text: str) -> None:
-    found: list[str] | None = getattr(INHERITED, "repairs", None)
+    found = _REPAIRS.get()
     if found is None:
         warnings.warn(text, RuntimeWarning, stacklevel=5)
     else:
