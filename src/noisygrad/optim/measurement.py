@@ -1,7 +1,7 @@
 """What batches leave for a step: losses at drawn weights and, where they are due, Fisher statistics."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from noisygrad.curvature.passes import Pass
 from noisygrad.distributed import Ranks
 from noisygrad.families.units import Unit
 from noisygrad.kernels.factorisation import capturing
+from noisygrad.kernels.switches import without_autocast
 from noisygrad.likelihoods import Counted, Likelihood
 from noisygrad.optim.accumulated import Accumulated, LossCall
 from noisygrad.optim.finite import FiniteGuard, FiniteTrace, known_finite
@@ -91,7 +92,7 @@ class BatchMeasurement:
             return nll(output, target)
         if not likelihood.replicas:
             check_whole(output)
-        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+        with without_autocast(device):
             call = accumulated.begin_call(output, counted)
             return accumulated.add_call(
                 call, self._loss(accumulated, call, capture, output, target, nll), observe=observe
