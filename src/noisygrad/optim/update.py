@@ -106,7 +106,7 @@ class Update:
             found.weight = found.weight / found.unscaled
         if self.ranks.active:
             scaling = self._share(step, found, scaling)
-        found.check_weight()
+        found.check_weight(skipped=scaling.found_inf is not None)
         weight = found.weight
         loss = found.mean_loss()
         if self.executor.deferred:
