@@ -23,7 +23,7 @@ from noisygrad.curvature.layout import measure_layouts, perhaps_shared
 from noisygrad.curvature.passes import Batch, Pass, SummedPass
 from noisygrad.curvature.summaries import PassSummary, Summarise, gradient_hooks, hookable
 from noisygrad.families.units import Unit
-from noisygrad.kernels.switches import without_autocast
+from noisygrad.kernels.products import without_autocast
 from noisygrad.likelihoods import Counted, Likelihood
 
 FisherKind = Literal["sampled", "exact", "empirical"]

@@ -1,8 +1,8 @@
-"""Settings under which the algebra has its own precision: some of the process, which several threads need changed."""
+"""Settings of the whole process that several threads may need changed at the same time."""
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -32,11 +32,6 @@ class Switch:
                 if self._inside == 0 and self._back is not None:
                     self._back()
                     self._back = None
-
-
-def without_autocast(device: str) -> AbstractContextManager[object]:
-    """No autocast inside, by this thread, for this type of device: what is computed there keeps its own type."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def full_precision() -> AbstractContextManager[None]:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from noisygrad.algorithm.step import NoisyNaturalGradient
 from noisygrad.curvature.capture import Capture
-from noisygrad.kernels.switches import without_autocast
+from noisygrad.kernels.products import without_autocast
 from noisygrad.kernels.threads import run_in_threads
 from noisygrad.optim.accumulated import LossCall
 from noisygrad.optim.execution import Executor

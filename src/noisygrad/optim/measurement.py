@@ -17,7 +17,7 @@ from noisygrad.curvature.passes import Pass
 from noisygrad.distributed import Ranks
 from noisygrad.families.units import Unit
 from noisygrad.kernels.factorisation import capturing
-from noisygrad.kernels.switches import without_autocast
+from noisygrad.kernels.products import without_autocast
 from noisygrad.likelihoods import Counted, Likelihood
 from noisygrad.optim.accumulated import Accumulated, LossCall
 from noisygrad.optim.finite import FiniteGuard, FiniteTrace, known_finite

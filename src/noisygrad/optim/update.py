@@ -13,7 +13,7 @@ from noisygrad.algorithm.step import NoisyNaturalGradient, Written, write_
 from noisygrad.curvature.capture import Capture
 from noisygrad.distributed import GradientReduction, Ranks
 from noisygrad.kernels.factorisation import capturing
-from noisygrad.kernels.switches import without_autocast
+from noisygrad.kernels.products import without_autocast
 from noisygrad.likelihoods import Likelihood
 from noisygrad.optim.accumulated import Accumulated, GradientWatch, Scaling
 from noisygrad.optim.draw import Draw, DrawnWeights, Interrupts

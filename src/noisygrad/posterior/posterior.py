@@ -20,7 +20,8 @@ from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
 from noisygrad.families.dense import LARGEST as LARGEST_DENSE
 from noisygrad.families.kl import kl_divergence, log_prob
 from noisygrad.kernels.factorisation import FactorisationError, repairs
-from noisygrad.kernels.switches import full_precision, without_autocast
+from noisygrad.kernels.products import without_autocast
+from noisygrad.kernels.switches import full_precision
 from noisygrad.likelihoods import Likelihood, check_saveable
 from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.coverage import Coverage
