@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from noisygrad.kernels.products import matmul
 from noisygrad.kernels.refinement import refined_inverse_root
-from noisygrad.kernels.threads import ThreadSetting
+from noisygrad.kernels.threads import INHERITED
+
+Value = TypeVar("Value")
 
 NEAR_ROUNDING = {torch.float32: 256.0, torch.float64: 2.0**18}
 """A floor below this many times ε‖A‖ (of Frobenius) is near rounding, and so is one below `OF_LARGEST` times as many
@@ -65,6 +67,28 @@ def not_positive(diagonal: Tensor) -> list[int]:
     """The indices in `[..., n]` at which an entry of any of the diagonals is not finite or not above 0."""
     bad: Tensor = ~((diagonal > 0) & torch.isfinite(diagonal)).reshape(-1, diagonal.shape[-1])
     return [int(place) for place in bad.any(0).nonzero()]
+
+
+class ThreadSetting(Generic[Value]):
+    """A value that a thread sets for itself, and that those that work for it (`run_in_threads`) have too."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def get(self) -> Value | None:
+        """The value; None where none is set."""
+        value: Value | None = getattr(INHERITED, self._name, None)
+        return value
+
+    @contextmanager
+    def set_to(self, value: Value) -> Iterator[Value]:
+        """The value is this inside, and afterwards what it was."""
+        before = self.get()
+        setattr(INHERITED, self._name, value)
+        try:
+            yield value
+        finally:
+            setattr(INHERITED, self._name, before)
 
 
 _UNCHECKED = ThreadSetting[bool]("unchecked")

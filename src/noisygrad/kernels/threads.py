@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from itertools import count
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -18,30 +18,8 @@ Made = TypeVar("Made")
 _POOLS: dict[int, ThreadPoolExecutor] = {}
 """Pools by their number of threads, which are kept: a thread that wakes up gets a busy core sooner than a new one."""
 
-_SETTINGS = threading.local()
-"""By name, what each thread has set."""
-
-
-class ThreadSetting(Generic[Made]):
-    """A value that a thread sets for itself, and that those that work for it (`run_in_threads`) have too."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def get(self) -> Made | None:
-        """The value; None where none is set."""
-        value: Made | None = getattr(_SETTINGS, self._name, None)
-        return value
-
-    @contextmanager
-    def set_to(self, value: Made) -> Iterator[Made]:
-        """The value is this inside, and afterwards what it was."""
-        before = self.get()
-        setattr(_SETTINGS, self._name, value)
-        try:
-            yield value
-        finally:
-            setattr(_SETTINGS, self._name, before)
+INHERITED = threading.local()
+"""Settings of a thread of the library's own, which those that work for it (`run_in_threads`) have too."""
 
 
 @contextmanager
@@ -76,12 +54,12 @@ def run_in_threads(
         return [work() for work in works]
     turns = count()
     found: dict[int, Made] = {}
-    settings = dict(vars(_SETTINGS))
+    settings = dict(vars(INHERITED))
 
     def take_turns() -> None:
         nonlocal turns
-        vars(_SETTINGS).clear()  # of a helper, which keeps those of the thread that it works for next
-        vars(_SETTINGS).update(settings)
+        vars(INHERITED).clear()  # of a helper, which keeps those of the thread that it works for next
+        vars(INHERITED).update(settings)
         torch.set_num_threads(1)  # of this thread, and of the libraries below torch
         # Autograd and autocast are settings of a thread: no result may depend on which thread computed it.
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
