@@ -16,6 +16,7 @@ from support.compare import (
     assert_unchanged,
     batches,
     compare_optimizers,
+    differences,
     each_optimizer,
     make,
     mlp,
@@ -271,3 +272,23 @@ def test_what_a_replayed_graph_changes_is_seen_inside_a_region_of_autocast(monke
         replays.run("move", 0, lambda: layer.weight.data.mul_(2.0))
         after = layer(x)
     assert torch.equal(after, 2 * before)
+
+
+@each_optimizer
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_draws_steps_and_posteriors_inside_autocast_keep_their_digits(kind, dtype):
+    """As in Lightning's manual optimisation, which has all of a training step in a region of autocast."""
+    found = []
+    for inside in (False, True):
+        model = mlp(dtype=torch.float32)
+        optimizer = make(kind, model, factor_every=2, fisher="exact")
+        for x, y in batches(3, dtype=torch.float32):
+            around, within = (torch.autocast("cpu", dtype, enabled=on, cache_enabled=False) for on in (inside, True))
+            with around:
+                with optimizer.sampled() as draw, within:
+                    draw.nll(model(x), y).backward()
+                optimizer.step()
+        with torch.autocast("cpu", dtype, enabled=inside):
+            drawn = optimizer.posterior().sample(torch.Generator().manual_seed(0))
+        found.append(snapshot(optimizer) | drawn)
+    assert not differences(*found)

@@ -119,23 +119,24 @@ def test_losses_without_a_mean_are_refused(factors, words):
     assert_unchanged(before, optimizer, but=("generators",))
 
 
-@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
-def test_a_factor_that_is_not_finite_is_refused_or_skipped(factor):
+@pytest.mark.parametrize("factor", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("others", [(), (1.0,)], ids=["alone", "with another"])
+def test_a_factor_that_is_not_finite_is_refused_or_skipped(factor, others):
     models, (optimizer, skipped) = pair(ng.NoisyKFAC, dtype=torch.float32)
     ((x, y),) = batches(1, dtype=torch.float32)
     before = snapshot(optimizer)
-    accumulate(optimizer, models[0], (x, y), [factor])
-    with pytest.raises(ng.NonFiniteError):
+    accumulate(optimizer, models[0], (x, y), [*others, factor])
+    with pytest.raises(ng.NonFiniteError, match="a loss was multiplied by a number that is infinite or NaN"):
         optimizer.step()
     assert_unchanged(before, optimizer, but=("generators",))
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
-    accumulate(skipped, models[1], (x, y), [factor], scaler=scaler)
+    accumulate(skipped, models[1], (x, y), [*others, factor], scaler=scaler)
     scaler.step(skipped)
     assert skipped.steps == 1
     assert not differences(before, snapshot(skipped), but=("generators", "/steps"))
 
 
-@pytest.mark.parametrize("factors", [(0.0,), (-1.0,), (3.0, -1.0)])
+@pytest.mark.parametrize("factors", [(0.0,), (-1.0,), (3.0, -1.0), (float("inf"),)])
 def test_what_a_gpu_does_with_losses_without_a_mean(factors, monkeypatch):
     """It masks the step, and says so at the next refresh."""
     with monkeypatch.context() as patch:

@@ -147,6 +147,24 @@ def test_epoch_is_told_to_the_sampler():
     assert told[-2:] == [1, 2]
 
 
+def test_batches_of_a_loader_may_end_in_weights_and_a_mask():
+    """Which count as in `draw.nll`."""
+    x, y = toy()
+    weight = torch.linspace(0.5, 2.0, len(x)).to(y)
+    mask = torch.arange(len(x)) % 3 > 0
+    for counted in ((weight,), (weight, mask), (None, mask)):
+        trained, by_hand = fresh(), fresh()
+        parts = [(None,) * 99 if part is None else part.split(8) for part in counted]
+        batches = list(zip(x.split(8), y.split(8), *parts, strict=False))
+        history = train(trained, batches, epochs=2)
+        losses = []
+        for x_, *rest in batches * 2:
+            loss = by_hand.step(lambda model=by_hand.model, x_=x_, rest=rest: (model(x_), *rest))
+            losses.append(float(loss) * len(x_))
+        assert_same(snapshot(trained), snapshot(by_hand))
+        assert history.loss[-1] == pytest.approx(sum(losses[len(batches) :]) / len(x))
+
+
 def test_leaves_the_global_generator_alone():
     optimizer = fresh()
     before = torch.get_rng_state()

@@ -10,7 +10,7 @@ statistics. A pass starts from the log-likelihood's own derivative (`Likelihood.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import compress
 from typing import Literal
 
@@ -23,6 +23,7 @@ from noisygrad.curvature.layout import measure_layouts, perhaps_shared
 from noisygrad.curvature.passes import Batch, Pass, SummedPass
 from noisygrad.curvature.summaries import PassSummary, Summarise, gradient_hooks, hookable
 from noisygrad.families.units import Unit
+from noisygrad.kernels.products import without_autocast
 from noisygrad.likelihoods import Counted, Likelihood
 
 FisherKind = Literal["sampled", "exact", "empirical"]
@@ -131,7 +132,7 @@ def _differentiate(
 
     def take(record: Record, gradient: Tensor) -> None:
         # Autograd records nothing during a backward pass, so no_grad is not needed.
-        with _without_autocast(device):
+        with without_autocast(device):
             one = _layer_pass(record, gradient, batch)
             one.counted = batch.counted
             keep(record.unit.name, one, (record.inputs,))
@@ -140,7 +141,7 @@ def _differentiate(
         gradients = torch.autograd.grad(output, places, start.to(output.dtype), retain_graph=True, allow_unused=True)
     used = [(record, g) for record, g in zip(asked, gradients, strict=False) if g is not None]
     inputs = [record.inputs for record, _ in used]
-    with torch.no_grad(), _without_autocast(device):
+    with torch.no_grad(), without_autocast(device):
         for name, one in _layer_passes([r for r, _ in used], [g for _, g in used], batch).items():
             keep(name, one, inputs)
     passes = {name: found[name] for name in units if name in found}
@@ -148,10 +149,6 @@ def _differentiate(
         if gradient is not None:
             passes[unit.name] = _summed(unit, gradient, batch)
     return passes
-
-
-def _without_autocast(device: str) -> AbstractContextManager[object]:
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _summed(unit: Unit, gradient: Tensor, batch: Batch) -> SummedPass:

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from noisygrad.families import base
-from noisygrad.kernels.factorisation import Bound, capturing, factorisation_error, inverse_root, rounding_floor
+from noisygrad.kernels.factorisation import (
+    Bound,
+    Unrounded,
+    capturing,
+    factorisation_error,
+    inverse_root,
+    rounding_floor,
+)
 from noisygrad.kernels.products import between
 
 
@@ -176,7 +183,15 @@ def _bound(c: Tensor, factor: Tensor, p: Tensor, prior: Tensor, diagonal: bool) 
     """Of `_combine` of these. Of a prior that is a matrix no eigenvalue is known, so rounding is not looked at."""
     if not diagonal:
         return Bound(p * rounding_floor(prior))
-    return Bound(p * prior.amin(-1), lambda: _combine(c.double(), factor.double(), p.double(), prior.double(), True))
+
+    def unrounded() -> Unrounded:
+        """c (A + p/c Γ): in A no digit is lost."""
+        alive = c != 0
+        scale = torch.where(alive, c, 1.0).double()
+        ridge = (p.double() / scale)[..., None] * prior.double()
+        return Unrounded(scale, alive[..., None, None] * factor.double(), ridge)
+
+    return Bound(p * prior.amin(-1), unrounded)
 
 
 def _combine(c: Tensor, factor: Tensor, p: Tensor, prior: Tensor, diagonal: bool) -> Tensor:

@@ -1,8 +1,9 @@
 """Square roots of damped matrices, which succeed or raise an error with the reason; nothing here returns NaN.
 
 Every matrix is a Fisher factor plus damping, so a lower bound of its eigenvalues (the *floor*) is known. Where that is
-near the rounding of float32, the matrix is factorised in float64. Rounding can also push the computed spectrum below
-the floor, with duplicate or constant columns of the data; eigenvalues are then raised to it, with a warning.
+near the rounding of the matrix's type, the matrix is factorised in a wider one: float32 in float64, float64 by
+`refinement`. Rounding can also push the computed spectrum below the floor, with duplicate or constant columns of the
+data; eigenvalues are then raised to it, with a warning.
 """
 
 from __future__ import annotations
@@ -10,18 +11,25 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import AbstractContextManager, contextmanager
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from noisygrad.kernels.products import matmul
+from noisygrad.kernels.refinement import refined_inverse_root
 from noisygrad.kernels.threads import INHERITED
 
-NEAR_ROUNDING = 64
-"""A floor below this many times ε‖A‖ (of Frobenius) is near rounding: down to it the inverse of a matrix in float32 has
-a relative error below a thousandth, as seen with up to 800 rows."""
+Value = TypeVar("Value")
+
+NEAR_ROUNDING = {torch.float32: 256.0, torch.float64: 2.0**18}
+"""A floor below this many times ε‖A‖ (of Frobenius) is near rounding, and so is one below `OF_LARGEST` times as many
+times ε times the largest entry of the diagonal, to which damping is added with an error of its own. With 2 to 800 rows
+the relative errors of inverses, times the floor, were at most 0.13 ε‖A‖ or, with few rows, 1.5 ε times that entry. So
+above both bounds they are half of what two factors may have: a thousandth, in float64 a millionth."""
+
+OF_LARGEST = 12.0
 
 SMALL_TRIANGLE = {"cpu": 128, "cuda": 1024}
 """Up to this size a triangular matrix is inverted by one call."""
@@ -61,55 +69,72 @@ def not_positive(diagonal: Tensor) -> list[int]:
     return [int(place) for place in bad.any(0).nonzero()]
 
 
+class ThreadSetting(Generic[Value]):
+    """A value that a thread sets for itself, and that those that work for it (`run_in_threads`) have too."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def get(self) -> Value | None:
+        """The value; None where none is set."""
+        value: Value | None = getattr(INHERITED, self._name, None)
+        return value
+
+    @contextmanager
+    def set_to(self, value: Value) -> Iterator[Value]:
+        """The value is this inside, and afterwards what it was."""
+        before = self.get()
+        setattr(INHERITED, self._name, value)
+        try:
+            yield value
+        finally:
+            setattr(INHERITED, self._name, before)
+
+
+_UNCHECKED = ThreadSetting[bool]("unchecked")
+_FAILURES = ThreadSetting[list[Tensor]]("failures")
+_REPAIRS = ThreadSetting[list[str]]("repairs")
+
+
 def capturing() -> bool:
     """Whether the host may not read any value: inside `unchecked`, and while a CUDA graph is recorded."""
-    unchecked: bool = getattr(INHERITED, "unchecked", False)
-    return unchecked or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return bool(_UNCHECKED.get()) or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
-@contextmanager
-def unchecked(when: bool = True) -> Iterator[None]:
+def unchecked(when: bool = True) -> AbstractContextManager[bool]:
     """Nothing is checked or repaired inside, by this thread; the caller masks what is not finite on the device."""
-    before = getattr(INHERITED, "unchecked", False)
-    INHERITED.unchecked = before or when
-    try:
-        yield
-    finally:
-        INHERITED.unchecked = before
+    return _UNCHECKED.set_to(when or bool(_UNCHECKED.get()))
 
 
-@contextmanager
-def deferred() -> Iterator[list[Tensor]]:
+def deferred() -> AbstractContextManager[list[Tensor]]:
     """Roots that this thread makes inside are not repaired; the checks are collected, to be read all at once.
 
     Each tensor is True where `inverse_root` would have had to repair a matrix or to raise.
     """
-    found: list[Tensor] = []
-    before = getattr(INHERITED, "failures", None)
-    INHERITED.failures = found
-    try:
-        yield found
-    finally:
-        INHERITED.failures = before
+    return _FAILURES.set_to([])
+
+
+def repairs() -> AbstractContextManager[list[str]]:
+    """What would be warned of inside, by this thread, is collected in place of it."""
+    return _REPAIRS.set_to([])
+
+
+class Unrounded(NamedTuple):
+    """A damped matrix as it is before rounding: scale · (factor + diag(ridge)), in float64.
+
+    `[...]`, `[..., d, d]` and `[..., d]`.
+    """
+
+    scale: Tensor
+    factor: Tensor
+    ridge: Tensor
 
 
 class Bound(NamedTuple):
-    """A lower bound of a matrix's eigenvalues, `[...]`, and where rounding matters the matrix made in float64."""
+    """A lower bound of a matrix's eigenvalues, `[...]`, and what the matrix is made of where rounding matters."""
 
     floor: Tensor
-    exact: Callable[[], Tensor] | None = None
-
-
-@contextmanager
-def repairs() -> Iterator[list[str]]:
-    """What would be warned of inside, by this thread, is collected in place of it."""
-    found: list[str] = []
-    before = getattr(INHERITED, "repairs", None)
-    INHERITED.repairs = found
-    try:
-        yield found
-    finally:
-        INHERITED.repairs = before
+    unrounded: Callable[[], Unrounded] | None = None
 
 
 def condition_number(matrix: Tensor) -> Tensor:
@@ -128,13 +153,13 @@ def rounding_floor(matrix: Tensor) -> Tensor:
 
 
 def inverse_root(
-    matrix: Tensor, floor: Tensor | float, exact: Callable[[], Tensor] | None = None
+    matrix: Tensor, floor: Tensor | float, unrounded: Callable[[], Unrounded] | None = None
 ) -> tuple[Tensor, Tensor]:
     """A root of the inverse of a damped SPD matrix, by Cholesky.
 
     `floor` is a known lower bound of its eigenvalues, `[...]` or a number; 0 where none is known. Returns `(root,
-    logdet)` with root rootᵀ = matrix⁻¹, `[..., d, d]`, and log |matrix|, `[...]`. `exact` makes the same matrix in
-    float64; that is then factorised where the floor is near rounding.
+    logdet)` with root rootᵀ = matrix⁻¹, `[..., d, d]`, and log |matrix|, `[...]`. `unrounded` says what the matrix is
+    made of; that is factorised where the floor is near rounding.
 
     Raises FactorisationError where entries are not finite, or the matrix is singular and no floor repairs it. Where
     nothing may be checked (`capturing`) the caller has to mask what is not finite.
@@ -147,19 +172,28 @@ def inverse_root(
     bound = torch.as_tensor(floor, dtype=matrix.dtype, device=matrix.device).expand(logdet.shape)
     squares = squares.amin(-1)
     failed = (info != 0) | _is_wrong(root, logdet, squares, bound)
-    if exact is not None:
-        rounding = NEAR_ROUNDING * torch.finfo(matrix.dtype).eps * torch.linalg.matrix_norm(matrix)
+    if unrounded is not None:
+        rounding = _rounding(matrix)
         failed = failed | ((bound < rounding) & (squares < matrix.shape[-1] * rounding))
-    failures: list[Tensor] | None = getattr(INHERITED, "failures", None)
+    failures = _FAILURES.get()
     if failures is not None:
         failures.append(failed.any())
     elif bool(failed.any()):
         # Only the failed ones are redone, so that one replica's failure does not change another's digits.
         root, logdet = root.contiguous(), logdet.clone()
-        again = matrix[failed] if exact is None else exact()[failed]
-        parts = _repaired(again, bound[failed], matrix.dtype, precise=exact is not None)
+        if unrounded is None:
+            parts = _repaired(matrix[failed], bound[failed])
+        else:
+            parts = _in_wider_type(Unrounded(*(part[failed] for part in unrounded())), matrix.dtype)
         root[failed], logdet[failed] = (part.to(matrix.dtype) for part in parts)
     return root, logdet
+
+
+def _rounding(matrix: Tensor) -> Tensor:
+    """What a floor must not be below, for the inverse to be as near as `NEAR_ROUNDING` says."""
+    size = torch.linalg.matrix_norm(matrix)
+    largest = matrix.diagonal(dim1=-2, dim2=-1).amax(-1)
+    return NEAR_ROUNDING[matrix.dtype] * torch.finfo(matrix.dtype).eps * torch.maximum(size, OF_LARGEST * largest)
 
 
 def _cholesky_root(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -214,19 +248,27 @@ def _solved_for_identity(triangle: Tensor, upper: bool = False) -> Tensor:
     return solved
 
 
-def _repaired(matrix: Tensor, floor: Tensor, dtype: torch.dtype, *, precise: bool) -> tuple[Tensor, Tensor]:
-    """`inverse_root` of `[k, d, d]` in float64, for a matrix of this type; `precise` where it was made in float64."""
-    size = matrix.shape[-1]
+def _repaired(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    """`inverse_root` of `[k, d, d]` in float64, with eigenvalues raised to at least the floor."""
     if not bool(torch.isfinite(matrix).all()):
+        raise factorisation_error(matrix.shape[-1], math.nan, float(floor.min()))
+    return _floored_inverse_root(matrix.double(), floor.double(), matrix.dtype)
+
+
+def _in_wider_type(parts: Unrounded, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`inverse_root` of `[k, d, d]` that was made in this type, with less rounding than that has."""
+    scale, factor, ridge = parts
+    size, floor = ridge.shape[-1], ridge.amin(-1)
+    matrix = factor + torch.diag_embed(ridge)
+    if not bool((torch.isfinite(matrix).all((-2, -1)) & torch.isfinite(scale)).all()):
         raise factorisation_error(size, math.nan, float(floor.min()))
-    matrix, floor = matrix.double(), floor.double()
-    if not precise:
-        return _floored_inverse_root(matrix, floor, dtype)
     # What the factor was measured with has no information below its own rounding.
     least = torch.finfo(dtype).eps * matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
     lifted = (floor > 0) & (floor < least)
-    matrix = matrix + torch.diag_embed(torch.where(lifted, least - floor, 0.0)[..., None].expand(matrix.shape[:-1]))
-    root, logdet, squares, info = _cholesky_root(matrix)
+    ridge = ridge + torch.where(lifted, least - floor, 0.0)[..., None]
+    matrix = factor + torch.diag_embed(ridge)
+    precise = refined_inverse_root(factor, ridge) if dtype == torch.float64 else _cholesky_root(matrix)
+    root, logdet, squares, info = precise
     squares = squares.amin(-1)
     # Where the factor alone is far from singular, it does not matter what is added.
     if bool((lifted & (squares < 8 * size * least)).any()):
@@ -240,11 +282,11 @@ def _repaired(matrix: Tensor, floor: Tensor, dtype: torch.dtype, *, precise: boo
     if bool(failed.any()):
         root, logdet = root.contiguous(), logdet.clone()
         root[failed], logdet[failed] = _floored_inverse_root(matrix[failed], floor[failed], dtype)
-    return root, logdet
+    return root * scale.rsqrt()[..., None, None], logdet + size * scale.log()
 
 
 def _floored_inverse_root(matrix: Tensor, floor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The same by `eigh`, with eigenvalues raised to at least the floor."""
+    """By `eigh` of the matrix in float64, with eigenvalues raised to at least the floor."""
     size, smallest_floor = matrix.shape[-1], float(floor.min())
     eigenvalues, vectors = _eigh(matrix)
     rounding = torch.finfo(torch.float64).eps * size * eigenvalues.abs().amax(-1)
@@ -262,7 +304,7 @@ def _floored_inverse_root(matrix: Tensor, floor: Tensor, dtype: torch.dtype) -> 
 
 
 def _report(text: str) -> None:
-    found: list[str] | None = getattr(INHERITED, "repairs", None)
+    found = _REPAIRS.get()
     if found is None:
         warnings.warn(text, RuntimeWarning, stacklevel=5)
     else:

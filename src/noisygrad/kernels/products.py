@@ -8,6 +8,7 @@ does not report the maker of a processor, so oneDNN is used on all that have AVX
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import pairwise
 
@@ -53,6 +54,11 @@ def use_onednn_at(rows: int, inner: int, columns: int, *factors: Tensor) -> bool
         and has_onednn()
         and onednn() is not None
     )
+
+
+def without_autocast(device: str) -> AbstractContextManager[object]:
+    """No autocast inside, by this thread, for this type of device: what is computed there keeps its own type."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:

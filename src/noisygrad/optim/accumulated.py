@@ -7,6 +7,7 @@ these weights, gradients and Fisher alike; losses of one forward pass, such as t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -19,7 +20,7 @@ from torch.autograd.graph import Node
 from noisygrad.distributed import Ranks
 from noisygrad.families.base import Statistics
 from noisygrad.likelihoods import Counted
-from noisygrad.optim.finite import FiniteTrace
+from noisygrad.optim.finite import FiniteTrace, NonFiniteError
 from noisygrad.optim.user_warning import warn_user
 
 TINY = 1e-30
@@ -68,6 +69,8 @@ class Accumulated:
     """Σ over forward passes of the factor: the gradient divided by it is the mean over losses."""
     negative: bool = False
     """Whether a factor was; on a device that is not waited for it makes the weight NaN."""
+    infinite: bool = False
+    """Whether a factor was infinite or NaN; on a device that is not waited for the gradient goes bad."""
     unscaled: Tensor | None = None
     """A scale that losses had and gradients have no longer."""
     statistics: dict[str, Statistics] = field(default_factory=dict)
@@ -214,7 +217,8 @@ class Accumulated:
         if self.deferred:
             return torch.where(factor < 0, torch.nan, factor)
         number = factor.item()
-        self.negative |= number < 0
+        self.negative |= -math.inf < number < 0
+        self.infinite |= not math.isfinite(number)
         return number
 
     # ---------------------------------------------------------------- statistics
@@ -247,8 +251,8 @@ class Accumulated:
         """
         assert self.weights is not None
         self.weights = self.weights.clone()
-        counts = self.weights.new_zeros(4)
-        numbers = (self.weight, self.fisher_weight, self.noise_weight, float(self.negative))
+        counts = self.weights.new_zeros(5)
+        numbers = (self.weight, self.fisher_weight, self.noise_weight, float(self.negative), float(self.infinite))
         for place, number in zip(counts, numbers, strict=True):
             place.copy_(number) if isinstance(number, Tensor) else place.fill_(number)
         noise = [] if self.noise is None else [self.noise]
@@ -260,11 +264,12 @@ class Accumulated:
             sums = [tensor for s in self.statistics.values() for tensor in s.averages().values()]
         ranks.sum_([self.weights, *sums, counts, *noise, *others])
         self.weights /= ranks.size
-        weight, self.fisher_weight, self.noise_weight, negative = counts.unbind()
+        weight, self.fisher_weight, self.noise_weight, negative, infinite = counts.unbind()
         for tensor in sums:
             tensor.div_(self.fisher_weight.clamp_min(TINY))
         self.weight = weight / ranks.size if self.deferred else weight.item() / ranks.size
-        self.negative = not self.deferred and bool(negative)
+        if not self.deferred:
+            self.negative, self.infinite = bool(negative), bool(infinite)
 
     def used_by_ranks(self, mask: Tensor | None) -> Tensor | None:
         """The mask of an update of the Fisher: that of the step, and 0 where no rank has used a layer."""
@@ -273,8 +278,16 @@ class Accumulated:
         used = (self.fisher_weight > 0).to(self.fisher_weight.dtype)
         return used if mask is None else mask * used
 
-    def check_weight(self) -> None:
-        """Raise where losses have no mean; on a device that is not waited for the gradient goes bad instead."""
+    def check_weight(self, *, skipped: bool) -> None:
+        """Raise where losses have no mean; on a device that is not waited for the gradient goes bad instead.
+
+        `skipped` where a GradScaler decides about steps that are not finite.
+        """
+        if self.infinite and not skipped:
+            raise NonFiniteError(
+                "a loss was multiplied by a number that is infinite or NaN before backward(). Mean, Fisher and step "
+                "count are as they were. Look at what is multiplied with the loss that draw.nll returns"
+            )
         if self.negative or (isinstance(self.weight, float) and self.weight == 0.0):
             raise ValueError(
                 f"{'a loss was' if self.negative else 'all losses were'} multiplied by "

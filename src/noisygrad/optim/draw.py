@@ -26,6 +26,7 @@ from torch import Tensor
 
 from noisygrad.algorithm.step import NoisyNaturalGradient
 from noisygrad.curvature.capture import Capture, not_compiled
+from noisygrad.kernels.products import without_autocast
 from noisygrad.kernels.threads import run_in_threads
 from noisygrad.optim.accumulated import LossCall
 from noisygrad.optim.execution import Executor
@@ -289,11 +290,12 @@ class DrawnWeights:
             self.read_mean_()
             return
         self.mean.parameters.current()  # which may have been moved in memory: that counts in `memory`
-        if self._executor.deferred:
-            self._executor.run("draw", self.memory(), self._perturb)
-            self.stale = True
-        else:
-            self._perturb()
+        with without_autocast(self.mean.flat.device.type):
+            if self._executor.deferred:
+                self._executor.run("draw", self.memory(), self._perturb)
+                self.stale = True
+            else:
+                self._perturb()
 
     def _perturb(self) -> None:
         self.read_mean_()

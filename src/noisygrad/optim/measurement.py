@@ -1,7 +1,7 @@
 """What batches leave for a step: losses at drawn weights and, where they are due, Fisher statistics."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from noisygrad.curvature.passes import Pass
 from noisygrad.distributed import Ranks
 from noisygrad.families.units import Unit
 from noisygrad.kernels.factorisation import capturing
+from noisygrad.kernels.products import without_autocast
 from noisygrad.likelihoods import Counted, Likelihood
 from noisygrad.optim.accumulated import Accumulated, LossCall
 from noisygrad.optim.finite import FiniteGuard, FiniteTrace, known_finite
@@ -93,7 +94,7 @@ class BatchMeasurement:
             check_whole(output)
         if counted is None and (rows := output.shape[len(likelihood.replicas)]) > self.options.num_data:
             self.warn_num_data(f"a batch has {rows} examples")
-        with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+        with without_autocast(device):
             call = accumulated.begin_call(output, counted)
             return accumulated.add_call(
                 call, self._loss(accumulated, call, capture, output, target, nll), observe=observe

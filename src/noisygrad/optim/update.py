@@ -13,6 +13,7 @@ from noisygrad.algorithm.step import NoisyNaturalGradient, Written, write_
 from noisygrad.curvature.capture import Capture
 from noisygrad.distributed import GradientReduction, Ranks
 from noisygrad.kernels.factorisation import capturing
+from noisygrad.kernels.products import without_autocast
 from noisygrad.likelihoods import Likelihood
 from noisygrad.optim.accumulated import Accumulated, GradientWatch, Scaling
 from noisygrad.optim.draw import Draw, DrawnWeights, Interrupts
@@ -105,7 +106,7 @@ class Update:
             found.weight = found.weight / found.unscaled
         if self.ranks.active:
             scaling = self._share(step, found, scaling)
-        found.check_weight()
+        found.check_weight(skipped=scaling.found_inf is not None)
         weight = found.weight
         loss = found.mean_loss()
         if self.executor.deferred:
@@ -351,7 +352,8 @@ class Transaction:
     def make(self, scaling: Scaling) -> None:
         """Make the step."""
         self.accumulated.check_complete()
-        self._update.apply(self.steps + 1, self.accumulated, scaling, self.interrupts.deliver)
+        with without_autocast(self._weights.flat.device.type):  # in which Lightning calls `step`
+            self._update.apply(self.steps + 1, self.accumulated, scaling, self.interrupts.deliver)
         self._finish()
 
     def _finish(self) -> None:

@@ -20,6 +20,7 @@ from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
 from noisygrad.families.dense import LARGEST as LARGEST_DENSE
 from noisygrad.families.kl import kl_divergence, log_prob
 from noisygrad.kernels.factorisation import FactorisationError, repairs
+from noisygrad.kernels.products import without_autocast
 from noisygrad.kernels.switches import full_precision
 from noisygrad.likelihoods import Likelihood, check_saveable
 from noisygrad.posterior.blocks import Block
@@ -86,7 +87,7 @@ class Posterior:
     @cached_property
     def _precisions(self) -> list[tuple[Block, Precision]]:
         """P of each noisy block."""
-        with full_precision():
+        with full_precision(), without_autocast(self._mean.flat.device.type):
             return [(block, self._precision(block)) for block in self.structure.blocks if block.noise]
 
     def _precision(self, block: Block) -> Precision:
@@ -112,8 +113,9 @@ class Posterior:
     def _draw(self, generator: torch.Generator | None) -> Tensor:
         noise = torch.empty_like(self._mean.flat).normal_(generator=generator)
         spread = torch.zeros_like(noise)
-        for block, precision in self._precisions:
-            block.write_(spread, precision.sample(block.batched(block.segment(noise))))
+        with without_autocast(noise.device.type):
+            for block, precision in self._precisions:
+                block.write_(spread, precision.sample(block.batched(block.segment(noise))))
         return torch.add(self._mean.flat, spread, alpha=(self.kl_weight / self.num_data) ** 0.5)
 
     def log_prob(self, weights: Mapping[str, Tensor]) -> Tensor:

@@ -14,9 +14,10 @@ from torch import Tensor
 from noisygrad.kernels.random import epoch_generator
 from noisygrad.posterior.inputs import Inputs, moved, moved_inputs
 
-Batch = tuple[Inputs, Tensor]
+Batch = tuple[Inputs, Tensor, *tuple[Tensor | None, ...]]
+"""(x, y), perhaps with weights of examples and a mask of what counts after them, as in `draw.nll`."""
 Data = tuple[Tensor, Tensor] | list[Tensor] | Iterable[Any]
-"""A pair of tensors (x, y), or anything that yields pairs, such as a DataLoader, with several inputs in place of x."""
+"""A pair of tensors (x, y), or anything that yields batches (a DataLoader), with several inputs in place of x."""
 
 _GATHERED_BYTES = 64 << 20
 """How much of a shuffled epoch is copied at a time: one large copy is cheaper than one for each batch."""
@@ -95,7 +96,7 @@ class TensorBatches:
 
 
 class LoaderBatches:
-    """Batches of a DataLoader, or of any other iterable of pairs, moved to the device."""
+    """Batches of a DataLoader, or of any other iterable of batches, moved to the device."""
 
     def __init__(self, loader: Iterable[Any], device: torch.device, lead: int) -> None:
         self._loader, self._lead, self.device = loader, lead, device
@@ -124,13 +125,14 @@ class LoaderBatches:
             if holder is not None and hasattr(holder, "set_epoch"):
                 holder.set_epoch(epoch)
         for batch in self._loader:
-            if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[1], Tensor):
+            if not isinstance(batch, tuple | list) or not 2 <= len(batch) <= 4 or not isinstance(batch[1], Tensor):
                 raise _unsuitable(batch)
             try:
                 x, y = moved_inputs(batch[0], self.device), moved(batch[1], self.device)
+                counted = tuple(None if part is None else moved(part, self.device) for part in batch[2:])
             except TypeError:
                 raise _unsuitable(batch) from None
-            yield (x, y), y.shape[self._lead]
+            yield (x, y, *counted), y.shape[self._lead]
 
 
 def _examples(x: Tensor, y: Tensor, replicas: torch.Size) -> int:
@@ -165,6 +167,6 @@ def _shapes(x: Tensor, y: Tensor) -> str:
 def _unsuitable(batch: Any) -> ValueError:
     parts = f" of {', '.join(type(item).__name__ for item in batch)}" if isinstance(batch, tuple | list) else ""
     return ValueError(
-        "data must yield pairs of tensors (x, y), where x may be several in a tuple or a dictionary; it yielded "
-        f"a {type(batch).__name__}{parts}. Let the loader collate its batches so"
+        "data must yield pairs of tensors (x, y), where x may be several in a tuple or a dictionary and weights of "
+        f"examples and a mask may follow; it yielded a {type(batch).__name__}{parts}. Let the loader collate them so"
     )

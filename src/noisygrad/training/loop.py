@@ -32,8 +32,8 @@ from noisygrad.training.checkpoint import (
 from noisygrad.training.history import EpochRecord, History
 from noisygrad.training.progress import Reporter, Show, reporter
 
-Step = Callable[[Any, Tensor], Tensor]
-"""From a batch (x, y) to its loss, having made the step."""
+Step = Callable[..., Tensor]
+"""From a batch (x, y) to its loss, having made the step; a loader's weights and masks are further arguments."""
 OnEpoch = Callable[[EpochRecord], Mapping[str, float] | None]
 
 
@@ -63,12 +63,13 @@ def train(
         optimizer: A noisy optimiser; with `step`, any optimiser.
         data: A pair of tensors (x, y) in memory, or an iterable of such pairs (a DataLoader), whose batches are moved
             to the optimiser's device. With replicas a tensor is `[*replicas, N, ...]`, or `[N, ...]` if they share it.
-            A model with several inputs takes an iterable, with a tuple or a dictionary of tensors in place of x.
+            A model with several inputs takes an iterable, with a tuple or a dictionary of tensors in place of x. Its
+            batches may end in weights of examples and a mask of what counts, (x, y, weight, mask), as in `draw.nll`.
         epochs: How many epochs there are in all, those before a resume included.
         batch_size: For tensors: examples per batch; None takes all at once.
         model: What `step` calls; by default the model as the optimiser was given it, wrapped or compiled. Its
             mode (training or evaluation) is left as it is.
-        step: From a batch (x, y) to its loss; `optimizer.step(lambda: (model(x), y))` by default.
+        step: From a batch, `step(x, y)`, to its loss; `optimizer.step(lambda: (model(x), y))` by default.
         scheduler: A learning-rate scheduler, stepped after every epoch or every step (`schedule_every`).
         schedule_every: "epoch" or "step".
         shuffle: For tensors: a new order every epoch, each replica its own.
@@ -135,8 +136,8 @@ def _epoch(
     noisy = optimizer if isinstance(optimizer, NoisyOptimizer) else None
     # A loader may give examples several times.
     most = math.inf if noisy is None or batches.num_data <= noisy.options.num_data else noisy.options.num_data
-    for number, ((x, y), count) in enumerate(batches.epoch(seeds, epoch), start=1):
-        loss = step(x, y).detach() * count
+    for number, (batch, count) in enumerate(batches.epoch(seeds, epoch), start=1):
+        loss = step(*batch).detach() * count
         total = loss if total is None else total + loss
         examples += count
         if noisy is not None and examples > most:
@@ -231,9 +232,9 @@ def _called(
     if isinstance(optimizer, NoisyOptimizer):
         own = optimizer.module if model is None else model
 
-        def noisy_step(x: Inputs, y: Tensor) -> Tensor:
+        def noisy_step(x: Inputs, y: Tensor, *counted: Tensor | None) -> Tensor:
             call = Call.of(x)
-            return optimizer.step(lambda: (call(own), y))
+            return optimizer.step(lambda: (call(own), y, *counted))
 
         return own, noisy_step if step is None else step
     if model is None:
