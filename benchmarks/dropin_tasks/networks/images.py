@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -73,17 +74,6 @@ def resnet(channels: int, widths: tuple[int, ...], outputs: int, norm: Norm) -> 
     return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, outputs))
 
 
-class ChannelsLast(nn.Module):
-    """A layer that has the channels as its last dimension, applied to images."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.movedim(1, -1)).movedim(-1, 1)
-
-
 class ConvNextBlock(nn.Module):
     """A depthwise convolution, LayerNorm and a perceptron over channels, beside a shortcut."""
 
@@ -108,3 +98,19 @@ def convnext(channels: int, width: int, blocks: int, outputs: int) -> nn.Sequent
         nn.LayerNorm(width),
         nn.Linear(width, outputs),
     )
+
+
+class VisionTransformer(nn.Module):
+    """torch's own encoder on patches, and the mean over them."""
+
+    def __init__(self, channels: int, size: int, patch: int, width: int, layers: int, outputs: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(channels, width, patch, patch)
+        self.position = nn.Parameter(0.02 * torch.randn((size // patch) ** 2, width))
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, 0.1, "gelu", batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, outputs)
+
+    def forward(self, images: Tensor) -> Tensor:
+        tokens = self.patches(images).flatten(2).transpose(1, 2) + self.position
+        return self.head(self.norm(self.encoder(tokens).mean(1)))

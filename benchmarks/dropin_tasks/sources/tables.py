@@ -55,9 +55,9 @@ def package_file(package: str, *place: str) -> bytes:
     return path.read_bytes()
 
 
-def columns(raw: bytes) -> dict[str, list[str]]:
+def columns(raw: bytes, delimiter: str = ",") -> dict[str, list[str]]:
     """The columns of a CSV file by their names."""
-    header, *rows = csv.reader(io.StringIO(raw.decode("utf-8")))
+    header, *rows = csv.reader(io.StringIO(raw.decode("utf-8")), delimiter=delimiter)
     return {name.strip("'\""): list(values) for name, values in zip(header, zip(*rows, strict=True), strict=True)}
 
 
@@ -78,6 +78,13 @@ def affairs(_: Store) -> Arrays:
     table = columns(package_file("statsmodels", "datasets", "fair", "fair_pt.csv"))
     names = [name for name in table if name not in {"identifier", "constant", "naffairs"}]
     return {"x": _numbers(table, *names), "y": _numbers(table, "naffairs")[:, 0].astype(np.int64)}
+
+
+def anes96(_: Store) -> Arrays:
+    """The American election study of 1996: 944 voters, and of which party they feel to be, in seven degrees."""
+    table = columns(package_file("statsmodels", "datasets", "anes96", "anes96.csv"), "\t")
+    names = [name for name in table if name not in {"PID", "vote"}]
+    return {"x": _numbers(table, *names), "y": _numbers(table, "PID")[:, 0].astype(np.int64)}
 
 
 def segments(_: Store) -> Arrays:
@@ -106,9 +113,10 @@ def yeast(_: Store) -> Arrays:
 
 SOURCES: Mapping[str, Callable[[Store], Arrays]] = {
     **{f"uci-{name}": partial(uci, name) for name in UCI},
-    **{f"sklearn-{name}": partial(scikit_learn, name) for name in ("breast_cancer", "diabetes", "wine")},
+    **{f"sklearn-{name}": partial(scikit_learn, name) for name in ("diabetes",)},
     "randhie": randhie,
     "affairs": affairs,
+    "anes96": anes96,
     "segments": segments,
     "shuttle": shuttle,
     "yeast": yeast,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..task import Task
-from . import images, sequences, tables
+from . import deep, fine_tuning, images, scarce, sequences, tables
 
-TASKS: Mapping[str, Task] = {task.name: task for task in (*images.TASKS, *sequences.TASKS, *tables.TASKS)}
+TASKS: Mapping[str, Task] = {
+    task.name: task for group in (images, deep, sequences, tables, fine_tuning, scarce) for task in group.TASKS
+}
 """Every task; `half` says which are for tuning and which for reporting."""

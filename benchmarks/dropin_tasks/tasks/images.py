@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..networks.images import batch_norm, convnet, convnext, group_norm, lenet, resnet
+from ..networks.images import VisionTransformer, batch_norm, convnet, convnext, group_norm, lenet, resnet
 from ..networks.widths import scaled
 from ..store import Store
 from ..task import Data, Part, Task, split, tensors
@@ -129,5 +129,17 @@ TASKS = (
         likelihood="categorical",
         batch=64,
         steps=400,
+    ),
+    Task(
+        name="cifar-vision-transformer",
+        half="report",
+        kind="images, LayerNorm",
+        about="torch's encoder on patches of 4×4 pixels",
+        sources=("cifar10", "svhn"),
+        data=cifar10,
+        network=lambda _, width: VisionTransformer(3, 16, 4, scaled(64, width), 3, 10),
+        likelihood="categorical",
+        batch=64,
+        steps=700,
     ),
 )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
 
 from ..networks.tables import perceptron
 from ..networks.widths import scaled
@@ -31,15 +35,15 @@ def regression(store: Store, source: str, *, test: int, train: int | None = None
 
 
 def classification(store: Store, source: str, *, test: int, train: int | None = None) -> Data:
-    """A source's `x`, standardised, and its labels or counts as they are."""
+    """A source's `x`, standardised, and its labels."""
     arrays = store.arrays(source)
-    y = arrays["y"]
-    return table(arrays["x"], y[:, None] if y.dtype.kind == "f" and y.ndim == 1 else y, test=test, train=train)
+    return table(arrays["x"], arrays["y"], test=test, train=train)
 
 
-def outputs_of(data: Data) -> int:
-    """How many numbers a target has."""
-    return data.train.targets.shape[1]
+def answers(store: Store, source: str, *, test: int, train: int | None = None) -> Data:
+    """A source's `x`, standardised, and yes or no as 1.0 or 0.0."""
+    arrays = store.arrays(source)
+    return table(arrays["x"], arrays["y"].reshape(len(arrays["y"]), -1).astype(np.float64), test=test, train=train)
 
 
 def columns_of(data: Data) -> int:
@@ -53,15 +57,151 @@ def counts(store: Store, source: str, *, test: int, train: int | None = None) ->
     return table(arrays["x"], arrays["y"].reshape(len(arrays["y"]), -1).astype(np.int64), test=test, train=train)
 
 
+def faulty(store: Store, source: str, *, test: int, train: int | None = None) -> Data:
+    """A regression of which one training reading in fifty is ten deviations off."""
+    data = regression(store, source, test=test, train=train)
+    targets = data.train.targets.clone()
+    targets[::50] += 10.0
+    return replace(data, train=replace(data.train, targets=targets))
+
+
+def wine_chemistry(store: Store) -> Data:
+    """Acidity, density, pH and alcohol of wines by the other seven measurements."""
+    x = store.arrays("uci-wine")["x"]
+    predicted = [0, 7, 8, 10]
+    return table(np.delete(x, predicted, axis=1), x[:, predicted], test=400, standardise=True)
+
+
+def naval_decay(store: Store) -> Data:
+    """The decay of a ship's compressor and of its turbine."""
+    arrays = store.arrays("uci-naval")
+    y = np.stack([arrays["y"], arrays["turbine_decay"].reshape(-1)], axis=1)
+    return table(arrays["x"], y, test=1500, train=4000, standardise=True)
+
+
+def wine_quality(store: Store) -> Data:
+    """Six grades of wine of which two are given to 5 of 6 bottles and one to ten bottles."""
+    arrays = store.arrays("uci-wine")
+    return table(arrays["x"], arrays["y"].astype(np.int64) - 3, test=400)
+
+
+def digit_counts(store: Store) -> Data:
+    """Pixels, counts from 0 to 16, of the last three rows of digits by the first five."""
+    images = store.arrays("digits")["x"].astype(np.int64)
+    x = images[:, :5].reshape(len(images), -1).astype(np.float64)
+    return table(x, images[:, 5:].reshape(len(images), -1), test=450)
+
+
+def network(hidden: tuple[int, ...], outputs: int) -> Callable[[Data, float], nn.Module]:
+    """A perceptron for a table with these widths."""
+    return lambda data, width: perceptron(columns_of(data), tuple(scaled(w, width) for w in hidden), outputs)
+
+
 TASKS = (
     Task(
-        name="kin8nm-deep",
+        name="segments-classification",
         half="tune",
-        kind="deep, plain",
-        about="eight tanh layers on a robot arm",
-        sources=("uci-kin8nm",),
-        data=lambda store: regression(store, "uci-kin8nm", test=1500, train=5000),
-        network=lambda d, width: perceptron(columns_of(d), (scaled(64, width),) * 8, 1),
+        kind="table, classes",
+        about="seven kinds of image segments",
+        sources=("segments",),
+        data=lambda store: classification(store, "segments", test=500),
+        network=network((64, 64), 7),
+        likelihood="categorical",
+        batch=32,
+        steps=4000,
+    ),
+    Task(
+        name="party-classification",
+        half="report",
+        kind="table, classes",
+        about="which of seven degrees of party a voter is",
+        sources=("anes96",),
+        data=lambda store: classification(store, "anes96", test=300),
+        network=network((32, 32), 7),
+        likelihood="categorical",
+        batch=32,
+        steps=2000,
+    ),
+    Task(
+        name="concrete-regression",
+        half="tune",
+        kind="table, regression",
+        about="strength of concrete",
+        sources=("uci-concrete",),
+        data=lambda store: regression(store, "uci-concrete", test=200),
+        network=network((64, 64), 1),
+        likelihood="gaussian",
+        batch=32,
+        steps=4000,
+    ),
+    Task(
+        name="energy-regression",
+        half="report",
+        kind="table, regression",
+        about="heating of buildings",
+        sources=("uci-energy",),
+        data=lambda store: regression(store, "uci-energy", test=150),
+        network=network((50, 50), 1),
+        likelihood="gaussian",
+        batch=16,
+        steps=5000,
+    ),
+    Task(
+        name="wine-chemistry",
+        half="tune",
+        kind="table, several outputs",
+        about="four measurements of wines by seven others",
+        sources=("uci-wine",),
+        data=wine_chemistry,
+        network=network((64, 64), 4),
+        likelihood="gaussian",
+        batch=32,
+        steps=4000,
+    ),
+    Task(
+        name="naval-decay",
+        half="report",
+        kind="table, several outputs",
+        about="decay of a ship's compressor and turbine, a noise for each",
+        sources=("uci-naval",),
+        data=naval_decay,
+        network=network((64, 64), 2),
+        likelihood="gaussian-per-output",
+        batch=64,
+        steps=4000,
+    ),
+    Task(
+        name="yeast-functions",
+        half="report",
+        kind="table, several outputs",
+        about="fourteen yes-or-no functions of genes",
+        sources=("yeast",),
+        data=lambda store: answers(store, "yeast", test=600),
+        network=network((64,), 14),
+        likelihood="bernoulli",
+        batch=32,
+        steps=2000,
+    ),
+    Task(
+        name="boston-faulty",
+        half="tune",
+        kind="outliers in targets",
+        about="prices of houses, one in fifty ten deviations off",
+        sources=("uci-boston",),
+        data=lambda store: faulty(store, "uci-boston", test=100),
+        network=network((50, 50), 1),
+        likelihood="gaussian",
+        batch=16,
+        steps=4000,
+    ),
+    Task(
+        name="power-faulty",
+        half="report",
+        kind="outliers in targets",
+        about="output of a power plant, one in fifty ten deviations off",
+        sources=("uci-power",),
+        data=lambda store: faulty(store, "uci-power", test=1500, train=4000),
+        network=network((64, 64), 1),
         likelihood="gaussian",
         batch=64,
         steps=4000,
@@ -73,21 +213,57 @@ TASKS = (
         about="visits to a doctor",
         sources=("randhie",),
         data=lambda store: counts(store, "randhie", test=2000, train=5000),
-        network=lambda d, width: perceptron(columns_of(d), (scaled(64, width), scaled(64, width)), 1),
+        network=network((64, 64), 1),
         likelihood="poisson",
         batch=64,
+        steps=4000,
+    ),
+    Task(
+        name="affairs-counts",
+        half="report",
+        kind="counts",
+        about="affairs in a year",
+        sources=("affairs",),
+        data=lambda store: counts(store, "affairs", test=200),
+        network=network((32, 32), 1),
+        likelihood="poisson",
+        batch=16,
         steps=3000,
     ),
     Task(
-        name="concrete-regression",
-        half="tune",
-        kind="table, regression",
-        about="strength of concrete",
-        sources=("uci-concrete",),
-        data=lambda store: regression(store, "uci-concrete", test=200),
-        network=lambda d, width: perceptron(columns_of(d), (scaled(64, width), scaled(64, width)), 1),
-        likelihood="gaussian",
+        name="digit-counts",
+        half="report",
+        kind="counts",
+        about="pixels of the last rows of digits by the first",
+        sources=("digits",),
+        data=digit_counts,
+        network=network((96, 96), 24),
+        likelihood="poisson",
         batch=32,
+        steps=3000,
+    ),
+    Task(
+        name="wine-imbalanced",
+        half="tune",
+        kind="rare classes",
+        about="six grades of wine, three of them rare",
+        sources=("uci-wine",),
+        data=wine_quality,
+        network=network((64, 64), 6),
+        likelihood="categorical",
+        batch=32,
+        steps=3000,
+    ),
+    Task(
+        name="shuttle-imbalanced",
+        half="report",
+        kind="rare classes",
+        about="anomalies of the Space Shuttle, 7 %; one logit",
+        sources=("shuttle",),
+        data=lambda store: answers(store, "shuttle", test=2000, train=4000),
+        network=network((32, 32), 1),
+        likelihood="bernoulli",
+        batch=64,
         steps=4000,
     ),
 )
