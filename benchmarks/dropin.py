@@ -18,11 +18,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dropin_tasks import progress
+from dropin_tasks import progress, results
 from dropin_tasks.listing import listing
 from dropin_tasks.methods import NAMES, USUAL, choose, method_named
 from dropin_tasks.runner import Order, run
 from dropin_tasks.store import Store, UnavailableError, default_folder
+from dropin_tasks.table import comparison
 from dropin_tasks.tasks import TASKS
 from dropin_tasks.variation import Variation
 
@@ -52,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--output", type=Path, default=Path("results/dropin.jsonl"))
     found.add_argument("--quick", action="store_true", help="three tasks, one seed, a fifth of the steps")
     found.add_argument("--list", action="store_true", help="print the tasks")
-    found.add_argument("--table", action="store_true", help="print the comparison from the results")
+    found.add_argument("--table", action="store_true", help="print the comparison from the output")
     found.add_argument("--prepare", type=Path, metavar="DIR", help="write all data into a folder, and stop")
     found.add_argument("--prepared", type=Path, metavar="DIR", help="read all data from there, and nowhere else")
     for name, what in (
@@ -101,6 +102,8 @@ def main() -> None:
         prepare(arguments.prepare, names)
     elif arguments.list:
         print(listing(names, Store(folder, only_prepared=arguments.prepared is not None)))
+    elif arguments.table:
+        print(comparison(results.read(arguments.output), names, variation.label))
     else:
         settings = dict(arguments.set)
         order = Order(

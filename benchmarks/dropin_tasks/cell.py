@@ -62,12 +62,13 @@ def run_cell(task: Task, method: Method, seed: int, variation: Variation, store:
         try:
             torch.manual_seed(seed + 1)  # dropout and the like, the same whatever the network drew at its start
             training = method.start(model, outcome, len(data.train), seed)
-            begin = time.perf_counter()
+            begin, busy = time.perf_counter(), time.process_time()
             model.train()
             for index in batches(len(data.train), size, steps, seed):
                 training.step(data.train.rows(index))
                 done += 1
             record["seconds"] = time.perf_counter() - begin
+            record["cpu_seconds"] = time.process_time() - busy
             record["ms_per_step"] = 1e3 * record["seconds"] / steps
             record |= measured(task, data, training.finish(data.validation), SAMPLES * one.numel())
         except UnavailableError:

@@ -56,7 +56,7 @@ TASKS = (
         network=lambda _, width: lenet(1, 28, scaled(16, width), 10),
         likelihood="categorical",
         batch=64,
-        steps=800,
+        steps=600,
     ),
     Task(
         name="cifar-convnet",
@@ -68,7 +68,7 @@ TASKS = (
         network=lambda _, width: convnet(3, tuple(scaled(w, width) for w in (32, 64, 128)), 10),
         likelihood="categorical",
         batch=64,
-        steps=1000,
+        steps=700,
     ),
     Task(
         name="cifar-resnet-batchnorm",
@@ -80,7 +80,7 @@ TASKS = (
         network=lambda _, width: resnet(3, tuple(scaled(w, width) for w in (16, 32, 64)), 10, batch_norm),
         likelihood="categorical",
         batch=64,
-        steps=800,
+        steps=500,
     ),
     Task(
         name="mnist-convnet-batchnorm",
@@ -92,7 +92,7 @@ TASKS = (
         network=lambda _, width: convnet(1, tuple(scaled(w, width) for w in (16, 32, 64)), 10, batch_norm),
         likelihood="categorical",
         batch=128,
-        steps=400,
+        steps=300,
     ),
     Task(
         name="mnist-resnet-groupnorm",
@@ -104,7 +104,7 @@ TASKS = (
         network=lambda _, width: resnet(1, tuple(scaled(w, width) for w in (8, 16, 32)), 10, group_norm),
         likelihood="categorical",
         batch=64,
-        steps=500,
+        steps=400,
     ),
     Task(
         name="cifar-resnet-groupnorm",
@@ -116,7 +116,7 @@ TASKS = (
         network=lambda _, width: resnet(3, tuple(scaled(w, width) for w in (16, 32, 64)), 10, group_norm),
         likelihood="categorical",
         batch=64,
-        steps=800,
+        steps=600,
     ),
     Task(
         name="mnist-convnext",
@@ -128,7 +128,7 @@ TASKS = (
         network=lambda _, width: convnext(1, scaled(24, width), 2, 10),
         likelihood="categorical",
         batch=64,
-        steps=400,
+        steps=300,
     ),
     Task(
         name="cifar-vision-transformer",
@@ -140,6 +140,6 @@ TASKS = (
         network=lambda _, width: VisionTransformer(3, 16, 4, scaled(64, width), 3, 10),
         likelihood="categorical",
         batch=64,
-        steps=700,
+        steps=500,
     ),
 )
