@@ -6,8 +6,12 @@
 
 Some dozens of small real tasks, each trained by every method from the same initial weights on the same batches. Each
 finished training is a line of the output, and running again does what is missing. Half of the tasks are for tuning
-defaults, the other half only for reporting. Data are kept as .npz files in a folder of their own; what needs a package
-or a file that is missing is skipped with a note.
+defaults, the other half only for reporting.
+
+Data come from scikit-learn, Python's own texts, the folder NOISYGRAD_DATA (UCI, MNIST, CIFAR-10 by Pillow, SVHN) and
+files that statsmodels and river carry; a task whose data are missing is skipped with a note, and so is IVON. They are
+kept as .npz files in a folder of their own: `--prepare DIR` writes all of them, and `--prepared DIR` reads them on a
+machine that has none of these packages.
 """
 
 from __future__ import annotations
@@ -119,6 +123,8 @@ def main() -> None:
         try:
             with progress.bar() as tell:
                 skipped = run(order, tell)
+        except ValueError as error:
+            command.error(str(error))
         except KeyboardInterrupt:
             sys.exit(f"\ninterrupted; what was finished is in {arguments.output}, run again for the rest")
         for what, why in skipped.items():

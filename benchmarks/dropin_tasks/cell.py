@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import noisygrad as ng
+
 from . import measures
 from .methods import SAMPLES, Method, forward
 from .outcomes import OUTCOMES
@@ -44,6 +46,7 @@ def run_cell(task: Task, method: Method, seed: int, variation: Variation, store:
         "kind": task.kind,
         "settings": dict(method.settings),
         "variation": asdict(variation),
+        "versions": {"torch": torch.__version__, "noisygrad": ng.__version__},
     }
     outcome = OUTCOMES[task.likelihood]
     data = variation.data(task.data(store), task.likelihood)

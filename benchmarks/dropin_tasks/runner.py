@@ -55,7 +55,10 @@ Answer = tuple[Job, dict[str, Any] | str]
 
 
 def missing(order: Order) -> list[Job]:
-    """The trainings that have no line yet; all methods of a task and seed follow one another."""
+    """The trainings that have no line yet; all methods of a task and seed follow one another.
+
+    Raises ValueError where a line has other settings under the same name.
+    """
     done = results.read(order.output)
     jobs = [
         Job(task, method, seed, order.variation, order.folder, order.only_prepared)
@@ -63,6 +66,13 @@ def missing(order: Order) -> list[Job]:
         for task in order.tasks
         for method in order.methods
     ]
+    for job in jobs:
+        known = done.get(job.key, {}).get("settings", dict(job.method.settings))
+        if known != dict(job.method.settings):
+            raise ValueError(
+                f"{order.output} has {job.key[1]} with the settings {known}, not {dict(job.method.settings)}: give "
+                "these another --label or another --output"
+            )
     return [job for job in jobs if job.key not in done]
 
 

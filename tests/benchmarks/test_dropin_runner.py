@@ -88,6 +88,9 @@ def test_what_breaks_is_a_result(tmp_path: Path) -> None:
     assert found["method"] == "noisy-kfac[backwards]@epoch-factor=0.002"
     assert found["broke"].startswith("ValueError: lr")
     assert found["broke_after"] == 0
+    other = method_named("noisy-kfac", {"lr": 0.1}, "backwards")
+    with pytest.raises(ValueError, match="give these another --label"):
+        missing(Order(**{**vars(asked), "methods": [other]}))
 
 
 def test_batches_depend_on_the_seed_alone() -> None:
