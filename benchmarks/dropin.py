@@ -67,7 +67,9 @@ def parser() -> argparse.ArgumentParser:
     ):
         found.add_argument(f"--{name}-factor", type=float, default=1.0, metavar="F", help=f"a factor {what}")
     found.add_argument("--input-scale", type=float, default=1.0, metavar="F", help="multiplies real inputs")
-    found.add_argument("--outliers", type=float, default=0.0, metavar="SHARE", help="of training targets, replaced")
+    found.add_argument(
+        "--outliers", type=float, default=0.0, metavar="SHARE", help="of targets to learn from, replaced"
+    )
     return found
 
 

@@ -23,7 +23,10 @@ class Variation:
     input_scale: float = 1.0
     """Multiplies inputs that are real numbers."""
     outliers: float = 0.0
-    """Share of training targets that are replaced: labels by random ones, numbers by ones 10 deviations away."""
+    """Share of targets that are replaced: labels by those of other rows, numbers by ones 10 deviations away.
+
+    Of training and validation rows, which a user has from the same source; test rows stay right.
+    """
 
     def __post_init__(self) -> None:
         for name in ("batch_factor", "epoch_factor", "width_factor", "input_scale"):
@@ -49,13 +52,15 @@ class Variation:
         return max(1, round(steps * self.epoch_factor / self.batch_factor))
 
     def data(self, data: Data, likelihood: str) -> Data:
-        """The task's data with other inputs and training targets."""
-        train = replace(data.train, targets=self._spoilt(data.train.targets, likelihood))
+        """The task's data with other inputs and other targets to learn from."""
+        train, validation = (
+            replace(part, targets=self._spoilt(part.targets, likelihood)) for part in (data.train, data.validation)
+        )
         outside = None if data.outside is None else self._inputs(data.outside)
         return replace(
             data,
             train=self._part(train),
-            validation=self._part(data.validation),
+            validation=self._part(validation),
             test=self._part(data.test),
             outside=outside,
         )

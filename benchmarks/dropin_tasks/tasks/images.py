@@ -79,8 +79,8 @@ TASKS = (
         data=cifar10,
         network=lambda _, width: resnet(3, tuple(scaled(w, width) for w in (16, 32, 64)), 10, batch_norm),
         likelihood="categorical",
-        batch=64,
-        steps=500,
+        batch=128,
+        steps=300,
     ),
     Task(
         name="mnist-convnet-batchnorm",

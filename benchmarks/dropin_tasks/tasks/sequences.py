@@ -162,6 +162,6 @@ TASKS = (
         network=lambda _, width: RecurrentReader(WORDS, scaled(48, width), len(DOCSTRING_PACKAGES)),
         likelihood="categorical",
         batch=32,
-        steps=500,
+        steps=1000,
     ),
 )
