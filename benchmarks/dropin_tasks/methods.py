@@ -35,8 +35,13 @@ class Training(Protocol):
 class Method(Protocol):
     """What makes a training; it has a name and needs no more than what a user must say."""
 
-    name: str
-    settings: Mapping[str, Any]
+    @property
+    def name(self) -> str:
+        """What its results are kept by."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What it is given beyond what it requires."""
 
     def start(self, model: nn.Module, outcome: Outcome, rows: int, seed: int) -> Training:
         """Begin to train `model` on this many rows."""

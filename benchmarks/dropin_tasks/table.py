@@ -107,8 +107,18 @@ def number(value: float | None) -> str:
 def marks(results: Results, task: str, method: str) -> str:
     """Three marks: level with AdamW at 1e-3, level with tuned AdamW, ahead of IVON."""
     plain, tuned, ivon = (results.pairing(task, method, rival) for rival in (PLAIN, TUNED, IVON))
-    verdicts = (plain and plain.level, tuned and tuned.level, ivon and ivon.ahead)
+    verdicts = (is_level(plain), is_level(tuned), is_ahead(ivon))
     return "".join("?" if verdict is None else "+" if verdict else "-" for verdict in verdicts)
+
+
+def is_level(pair: Pairing | None) -> bool | None:
+    """`level`, or None where the two share no training."""
+    return None if pair is None else pair.level
+
+
+def is_ahead(pair: Pairing | None) -> bool | None:
+    """`ahead`, or None where the two share no training."""
+    return None if pair is None else pair.ahead
 
 
 def share(verdicts: Iterable[bool | None]) -> str:
@@ -143,7 +153,7 @@ def summary(results: Results, tasks: Sequence[str], method: str) -> str:
     runs = [record for task in mine for record in results.runs[task][method].values()]
 
     def level(rival: str) -> str:
-        return share(pair and pair.level for task in mine for pair in [results.pairing(task, method, rival)])
+        return share(is_level(results.pairing(task, method, rival)) for task in mine)
 
     def below(name: str, sign: float) -> str:
         known = [
@@ -151,9 +161,9 @@ def summary(results: Results, tasks: Sequence[str], method: str) -> str:
             for task in mine
             if any(name in record for record in results.runs[task].get(PLAIN, {}).values())
         ]
-        return share(pair and math.isfinite(pair.ours) and sign * (pair.ours - pair.rival) < 0 for pair in known)
+        return share(math.isfinite(p.ours) and sign * (p.ours - p.rival) < 0 for p in known if p is not None)
 
-    ahead = share(pair and pair.ahead for task in mine for pair in [results.pairing(task, method, IVON)])
+    ahead = share(is_ahead(results.pairing(task, method, IVON)) for task in mine)
     times = [p.ours / p.rival for t in mine if (p := results.pairing(t, method, PLAIN, "ms_per_step"))]
     slower = [ratio for ratio in times if math.isfinite(ratio)]
     cost = f", step {statistics.median(slower):.1f} × AdamW's" if slower else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .store import Store
 
 Half = Literal["tune", "report"]
-Arrays = Mapping[str, NDArray[np.generic]]
+Arrays = Mapping[str, NDArray[Any]]
 Rows = NDArray[np.int64]
 
 
@@ -76,7 +76,7 @@ def split(count: int, test: int, train: int | None = None) -> tuple[Rows, Rows, 
     return rest[held:], rest[:held], order[:test]
 
 
-def tensors(*arrays: NDArray[np.generic]) -> tuple[Tensor, ...]:
+def tensors(*arrays: NDArray[Any]) -> tuple[Tensor, ...]:
     """Float32 for real numbers and int64 for whole ones."""
     return tuple(
         torch.from_numpy(np.ascontiguousarray(a)).to(torch.float32 if a.dtype.kind == "f" else torch.int64)
@@ -84,14 +84,14 @@ def tensors(*arrays: NDArray[np.generic]) -> tuple[Tensor, ...]:
     )
 
 
-def scaling(values: NDArray[np.generic]) -> tuple[NDArray[np.floating], NDArray[np.floating]]:
+def scaling(values: NDArray[Any]) -> tuple[NDArray[np.floating], NDArray[np.floating]]:
     """Mean and standard deviation of each column, 1 for a constant one."""
     deviation = values.std(0)
     return values.mean(0), np.where(deviation > 0, deviation, 1.0)
 
 
 def parts(
-    inputs: tuple[NDArray[np.generic], ...], targets: NDArray[np.generic], rows: tuple[Rows, Rows, Rows]
+    inputs: tuple[NDArray[Any], ...], targets: NDArray[Any], rows: tuple[Rows, Rows, Rows]
 ) -> tuple[Part, Part, Part]:
     """Training, validation and test rows as tensors."""
     train, validation, test = (Part(tensors(*(x[index] for x in inputs)), *tensors(targets[index])) for index in rows)

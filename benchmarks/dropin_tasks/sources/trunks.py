@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,12 +25,12 @@ PRETRAINED = 5000
 """The first images of MNIST, which trunks have seen; fine-tuning takes later ones."""
 
 
-def grey(images: NDArray[np.generic]) -> NDArray[np.float32]:
+def grey(images: NDArray[Any]) -> NDArray[np.float32]:
     """Images of 28×28 from 0 to 255, standardised as is usual for MNIST."""
     return ((images.astype(np.float32) / 255 - 0.1307) / 0.3081)[:, None]
 
 
-def coloured(images: NDArray[np.generic]) -> NDArray[np.float32]:
+def coloured(images: NDArray[Any]) -> NDArray[np.float32]:
     """Images of CIFAR-10 from 0 to 255, standardised about as is usual."""
     return (images.astype(np.float32) / 255 - 0.47) / 0.24
 
@@ -69,7 +69,7 @@ def trained(make: Callable[[], nn.Module], x: Tensor, y: Tensor, *, steps: int, 
     return {name: tensor.numpy() for name, tensor in model.state_dict().items()}
 
 
-def _labels(labels: NDArray[np.generic]) -> Tensor:
+def _labels(labels: NDArray[Any]) -> Tensor:
     return torch.from_numpy(labels.astype(np.int64))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -45,8 +47,8 @@ def weights_of(store: Store, source: str) -> dict[str, Tensor]:
 def fine_tuned(
     store: Store,
     trunk: str,
-    x: NDArray[np.generic],
-    y: NDArray[np.generic],
+    x: NDArray[Any],
+    y: NDArray[Any],
     *,
     test: int,
     train: int,
@@ -114,7 +116,7 @@ TASKS = (
         network=lambda data, _: with_new_head(mnist_trunk(), data, 10),
         likelihood="categorical",
         batch=32,
-        steps=600,
+        steps=2000,
     ),
     Task(
         name="cifar-last-layer",
@@ -126,7 +128,7 @@ TASKS = (
         network=lambda data, _: with_new_head(cifar_trunk(), data, 5),
         likelihood="categorical",
         batch=32,
-        steps=800,
+        steps=1200,
     ),
     Task(
         name="library-adapters",

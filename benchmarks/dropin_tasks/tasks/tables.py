@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +16,7 @@ from ..store import Store
 from ..task import Data, Part, Task, parts, scaling, split
 
 
-def table(
-    x: NDArray[np.generic], y: NDArray[np.generic], *, test: int, train: int | None = None, standardise: bool = False
-) -> Data:
+def table(x: NDArray[Any], y: NDArray[Any], *, test: int, train: int | None = None, standardise: bool = False) -> Data:
     """A table with standardised columns and, with `standardise`, targets (by the training rows)."""
     rows = split(len(x), test, train)
     shift, scale = scaling(x[rows[0]])
