@@ -99,6 +99,25 @@ def test_noise_is_learned_from_what_counts() -> None:
         close(likelihood.noise_rate, 6 + 50 * error / 2, rtol=1e-3)
 
 
+@pytest.mark.parametrize("per_output", [False, True])
+@pytest.mark.parametrize("replicas", [(), (2,)])
+def test_noise_of_one_output_without_a_dimension_of_its_own(per_output: bool, replicas: tuple[int, ...]) -> None:
+    f, y, weight = normal(*replicas, 4), normal(*replicas, 4, seed=2), torch.tensor([1.0, 0.0, 2.0, 1.0])
+    weight = weight.double().expand(*replicas, 4)
+    found = []
+    for wide in (False, True):
+        likelihood = ng.Gaussian(per_output=per_output)
+        likelihood.bind(replicas, "cpu", torch.float64)
+        output, target = (t.unsqueeze(-1) if wide else t for t in (f, y))
+        for given in ({"weight": weight}, {"mask": weight > 0}):
+            counted, clean = likelihood.counted(output, target, **given)
+            found.append(likelihood.observe(output, clean, counted))
+    error = (weight * (f - y).square()).sum(-1, keepdim=True) / 4
+    close(found[0], torch.stack([error, torch.ones_like(error)]))
+    close(found[0], found[2])
+    close(found[1], found[3])
+
+
 def test_the_fisher_of_a_weighted_loss_is_its_generalised_gauss_newton_matrix() -> None:
     """Class weights: the second derivative of torch's weighted loss in the logits. Smoothing leaves it as it is."""
     logits, y = normal(3, 4), labels(3)
