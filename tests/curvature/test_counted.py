@@ -178,7 +178,8 @@ def case(name: str, likelihood: Likelihood) -> tuple[Model, Tensor, Tensor, list
         return model, x, target, examples, parts, None
     parts = [torch.ones(1 if name == "pooled" else len(one), dtype=torch.float64) for one in examples]
     ignored = categorical(likelihood) and name != "pooled"
-    return model, x, target, examples, parts, None if ignored else keep
+    mask = None if ignored else keep.unsqueeze(-1) if name == "pooled" else keep
+    return model, x, target, examples, parts, mask
 
 
 CASES = [(name, way) for name in NETWORKS for way in ("ignored", "masked")]

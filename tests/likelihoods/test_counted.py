@@ -234,3 +234,34 @@ def test_a_mask_that_is_one_position_too_long_is_refused() -> None:
     """Of a shifted language model, whose mask was not shifted: else it would be taken for one of the inputs."""
     with pytest.raises(ValueError, match=r"mask must be of shape \[3\] or .*got \[3, 6\]"):
         loss(ng.Categorical(), normal(3, 5, 4), labels(3, 5), mask=torch.ones(3, 6).bool())
+
+
+def test_a_mask_of_outputs_or_of_inputs_whatever_their_sizes() -> None:
+    """Of outputs [batch, outputs], or with a 1 between; of the inputs [batch, positions, 1]."""
+    for likelihood, width in (LIKELIHOODS["Gaussian"], LIKELIHOODS["HeteroscedasticGaussian"]):
+        output, target = normal(3, width), normal(3, 2, seed=2)
+        missing = torch.tensor([[False, True], [True, True], [False, False]])
+        terms = likelihood.terms(output, target)
+        expected = -(terms[0, 1] + terms[1].sum()) / 2
+        close(loss(likelihood, output, target, mask=missing), expected)
+        close(loss(likelihood, output, target, mask=missing.unsqueeze(1)), expected)
+        for positions in (1, 2, 3):
+            inside = missing[:, :1].expand(3, positions)
+            close(loss(likelihood, output, target, mask=inside.unsqueeze(-1)), -terms[1].sum())
+            with pytest.raises(ValueError, match=r"\[3, 1, 2\] \(outputs; .*mask.unsqueeze\(-1\)\); got \[3, 4\]"):
+                loss(likelihood, output, target, mask=torch.ones(3, 4).bool())
+    for output, target in ((normal(3, 4), labels(3)), (normal(3, 2), labels(3, classes=2))):
+        for mask in (missing, missing.unsqueeze(-1)):  # of one label for each sequence
+            close(loss(ng.Categorical(), output, target, mask=mask), F.cross_entropy(output[:2], target[:2]))
+
+
+def test_positions_of_a_mask_of_outputs_are_those_of_the_targets() -> None:
+    gaussian = ng.Gaussian(noise_variance=0.3)
+    mask = torch.tensor([[[1, 0], [1, 1], [0, 0]], [[0, 0], [0, 1], [0, 0]]]).bool()
+    counted, _ = gaussian.counted(normal(2, 3, 2), normal(2, 3, 2), None, mask)
+    assert counted is not None
+    assert torch.equal(counted.positions, mask.any(-1))
+    counted, _ = gaussian.counted(normal(2, 2), normal(2, 2), None, mask[:, 0])
+    assert counted is not None
+    assert counted.positions is None
+    assert counted.has_parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -235,3 +236,52 @@ def test_layers_with_other_positions_than_the_mask(length: int) -> None:
             torch.testing.assert_close(
                 found[1][name].tensors()[key], tensor, msg=lambda m, n=f"{name} {key}": f"{n}: {m}"
             )
+
+
+class Mean(nn.Module):
+    """Three numbers for each padded sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head = nn.Linear(3, 4).double(), nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        weight = keep.unsqueeze(-1).double()
+        return self.head((self.inner(x).tanh() * weight).sum(1) / weight.sum(1))
+
+
+def sequences(length: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x, y = (torch.randn(2, 3, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+    keep = torch.arange(length) < torch.tensor([[3], [1]])
+    return F.pad(x, (0, 0, 0, length - 3), value=9.0), y[:, 0], keep
+
+
+@each_optimizer
+def test_a_mask_of_inputs_is_never_taken_for_one_of_outputs(kind: type[NoisyOptimizer]) -> None:
+    """Three outputs, and sequences that are three long by chance: as the same data padded to four."""
+    optimizers, losses = [], []
+    for length in (3, 4):
+        model, (x, y, keep) = Mean(), sequences(length)
+        optimizer = kind(model, ng.Gaussian(), num_data=9, fisher="exact", seed=0)
+        losses.append(
+            [float(optimizer.step(lambda m=model, x=x, y=y, k=keep: (m(x, k), y, None, k.unsqueeze(-1)))) for _ in "ab"]
+        )
+        optimizers.append(optimizer)
+    torch.testing.assert_close(losses[0], losses[1])
+    same(*optimizers)
+
+
+@each_optimizer
+def test_a_mask_that_may_be_either_is_refused_and_says_how_to_give_it(kind: type[NoisyOptimizer]) -> None:
+    model, (x, y, keep) = Mean(), sequences(3)
+    optimizer = kind(model, ng.Gaussian(), num_data=9, seed=0)
+    with pytest.raises(ValueError, match=r"mask of shape \[2, 3\] .* 3 outputs.*layer 'inner'.*mask.unsqueeze\(-2\)"):
+        optimizer.step(lambda: (model(x, keep), y, None, keep))
+    assert optimizer.steps == 0
+    losses = [float(optimizer.step(lambda m=m: (model(x, keep), y, None, m))) for m in (keep.unsqueeze(-2),)]
+    outputs = nn.Linear(3, 3).double()
+    of_vectors = kind(outputs, ng.Gaussian(), num_data=9, seed=0)
+    losses.append(float(of_vectors.step(lambda: (outputs(x[:, 0]), y, None, keep))))  # no positions: no doubt
+    assert all(map(math.isfinite, losses))

@@ -27,7 +27,8 @@ def counted_parts(case: Case) -> tuple[Tensor, Tensor]:
     """The weight of each example, and of each part of its target, `[batch, *target]`."""
     counts = torch.ones(case.target.shape, dtype=torch.float64)
     if case.mask is not None:
-        counts = counts * case.mask.reshape(*case.mask.shape, *[1] * (counts.dim() - case.mask.dim()))
+        mask = case.mask if case.mask.dim() <= counts.dim() else case.mask.squeeze(1)
+        counts = counts * mask.reshape(*mask.shape, *[1] * (counts.dim() - mask.dim()))
     if isinstance(case.likelihood, ng.Categorical):
         counts = counts * (case.target != -7)
     weights = torch.ones(len(case.x)).double() if case.weight is None else case.weight.double()

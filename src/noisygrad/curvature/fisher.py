@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from noisygrad.curvature.capture import Record
 from noisygrad.curvature.layout import measure_layouts, perhaps_shared
-from noisygrad.curvature.passes import Batch, Pass, SummedPass
+from noisygrad.curvature.passes import Batch, Pass, PositionsPass, SummedPass
 from noisygrad.curvature.summaries import PassSummary, Summarise, gradient_hooks, hookable
 from noisygrad.families.units import Unit
 from noisygrad.likelihoods import Counted, Likelihood
@@ -172,4 +172,7 @@ def _layer_pass(record: Record, gradient: Tensor, batch: Batch) -> Pass:
     """The pass of one call of a layer, given the gradient of its output."""
     unit, module = record.unit, record.module
     record.used = True
-    return record.layer.observe(unit, module, record.checked_inputs(), gradient, batch)
+    one: Pass = record.layer.observe(unit, module, record.checked_inputs(), gradient, batch)
+    if batch.counted is not None and isinstance(one, PositionsPass):
+        batch.counted.check_layer(unit.name, one.gradients.shape[-2])
+    return one

@@ -194,9 +194,9 @@ class MatrixPass(PositionsPass):
         if self.grouped:
             reached = reached.any(-3)
         masked, positions = counted.positions, reached.shape[-1]
-        if masked is None or positions == 1:
+        if not counted.has_parts or positions == 1:
             counts = torch.ones_like(reached)
-        elif masked.shape[-1] == positions:
+        elif masked is not None and masked.shape[-1] == positions:
             counts = masked | reached
         else:
             counts = reached
