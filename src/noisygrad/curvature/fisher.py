@@ -11,6 +11,7 @@ statistics. A pass starts from the log-likelihood's own derivative (`Likelihood.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import compress
 from typing import Literal
 
@@ -20,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from noisygrad.curvature.capture import Record
 from noisygrad.curvature.layout import measure_layouts, perhaps_shared
-from noisygrad.curvature.passes import Batch, Pass, PositionsPass, SummedPass
+from noisygrad.curvature.passes import Batch, MatrixPass, Pass, PositionsPass, SummedPass
 from noisygrad.curvature.summaries import PassSummary, Summarise, gradient_hooks, hookable
 from noisygrad.families.units import Unit
 from noisygrad.likelihoods import Counted, Likelihood
@@ -69,11 +70,38 @@ def fisher_passes(
     else:
         starts = [likelihood.score(output, target)]
     root = None if counted is None else likelihood.weights_of_outputs(counted.relative().sqrt(), output)
+    if kind == "exact" and root is not None and counted is not None and counted.has_parts:
+        batch = replace(batch, reached=_reached(output, _mixture(columns) * root, records, hooked, batch))
     for start in starts:
         if root is not None:
             start = start * root  # noqa: PLW2901
         signed = start if signs is None else start * signs.reshape(*signs.shape, *[1] * (start.dim() - signs.dim()))
         yield _differentiate(output, signed, records, hooked, others, batch, summarise)
+
+
+def _reached(
+    output: Tensor, start: Tensor, records: Sequence[Record], hooked: Sequence[bool], batch: Batch
+) -> dict[str, Tensor]:
+    """Which positions of each layer are reached by the gradient that has this start."""
+    found: dict[str, Tensor] = {}
+
+    def note(unit: Unit, one: Pass) -> Pass:
+        if isinstance(one, MatrixPass):
+            found[unit.name] = one.reached_positions()
+        return PassSummary(one.examples, {})
+
+    _differentiate(output, start, records, hooked, (), batch, note)
+    return found
+
+
+def _mixture(columns: Tensor) -> Tensor:
+    """A sum of all columns, which reaches what any of them does: one alone may be that of a single position's output.
+
+    In different proportions, none of which is 0: gradients are linear in what they start from, and do not cancel.
+    """
+    proportions = torch.arange(1.0, len(columns) + 1, device=columns.device).cos_().to(columns.dtype)
+    mixture: Tensor = torch.tensordot(proportions, columns, 1)
+    return mixture
 
 
 def random_signs(output: Tensor, lead: int, generators: Sequence[torch.Generator]) -> Tensor:
@@ -133,7 +161,7 @@ def _differentiate(
         # Autograd records nothing during a backward pass, so no_grad is not needed.
         with _without_autocast(device):
             one = _layer_pass(record, gradient, batch)
-            one.counted = batch.counted
+            one.counted, one.reached = batch.counted, batch.reached.get(record.unit.name)
             keep(record.unit.name, one, (record.inputs,))
 
     with gradient_hooks(in_hooks, take) if in_hooks else nullcontext():
@@ -163,8 +191,8 @@ def _layer_passes(records: Sequence[Record], gradients: Sequence[Tensor], batch:
     for record, gradient in zip(records, gradients, strict=True):
         calls.setdefault(record.unit.name, []).append(_layer_pass(record, gradient, batch))
     passes = {name: some[0] if len(some) == 1 else some[0].joined(some) for name, some in calls.items()}
-    for one in passes.values():
-        one.counted = batch.counted
+    for name, one in passes.items():
+        one.counted, one.reached = batch.counted, batch.reached.get(name)
     return passes
 
 
