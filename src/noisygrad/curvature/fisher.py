@@ -9,9 +9,10 @@ statistics. A pass starts from the log-likelihood's own derivative (`Likelihood.
 - empirical: the targets of the data.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import compress
 from typing import Literal
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from noisygrad.curvature.capture import Record
-from noisygrad.curvature.layout import measure_layouts, perhaps_shared
+from noisygrad.curvature.layout import check_order, measure_layouts, perhaps_shared
 from noisygrad.curvature.passes import Batch, MatrixPass, Pass, PositionsPass, SummedPass
 from noisygrad.curvature.summaries import PassSummary, Summarise, gradient_hooks, hookable
 from noisygrad.families.units import Unit
@@ -44,12 +45,15 @@ def fisher_passes(
     keep: int | None = None,
     summarise: Summarise | None = None,
     counted: Counted | None = None,
+    paired: bool = False,
 ) -> Iterator[dict[str, Pass]]:
     """The passes whose mean is the Fisher: for each, every unit that took part, by name.
 
     `output` keeps its graph. Of `others` only a summed gradient is known; each example's share gets a random sign
     (`SummedPass` says why), which changes nothing for the layers. Only the first `keep` examples are used. With
     `summarise`, only what it returns is kept of a pass. `counted` says what counts of the targets; None if all does.
+    `paired` says that the rows of a layer are put together with another's, or with the weights of `counted`. ValueError
+    where their order matters, and is not the loss's.
     """
     lead = len(likelihood.replicas)
     kept = output.shape[lead] if keep is None else keep
@@ -57,11 +61,14 @@ def fisher_passes(
     batch = Batch(output.shape[lead], kept, dtype, counted)
     if any(record.is_doubtful(batch.size) for record in records):
         measure_layouts(output, records, batch)
+    hooked = [False] * len(records) if summarise is None else hookable(records)
+    if paired or batch.kept < batch.size:
+        whole = replace(batch, kept=batch.size, counted=None)
+        check_order(output, records, batch.size, partial(_reached, output, records, hooked, whole, _examples_of))
     if batch.kept < batch.size:
         output, target = output.narrow(lead, 0, batch.kept), target.narrow(lead, 0, batch.kept)
     summed = bool(others) or any(record.is_table and perhaps_shared(record.module, record.inputs) for record in records)
     signs = random_signs(output, lead, generators) if summed else None
-    hooked = [False] * len(records) if summarise is None else hookable(records)
     if kind == "exact":
         columns = likelihood.output_fisher_factor(output.detach())
         starts: Iterable[Tensor] = (column * len(columns) ** 0.5 for column in columns)
@@ -71,7 +78,8 @@ def fisher_passes(
         starts = [likelihood.score(output, target)]
     root = None if counted is None else likelihood.weights_of_outputs(counted.relative().sqrt(), output)
     if kind == "exact" and root is not None and counted is not None and counted.has_parts:
-        batch = replace(batch, reached=_reached(output, _mixture(columns) * root, records, hooked, batch))
+        reached = _reached(output, records, hooked, batch, _positions_of, _mixture(columns) * root)
+        batch = replace(batch, reached=reached)
     for start in starts:
         if root is not None:
             start = start * root  # noqa: PLW2901
@@ -80,18 +88,34 @@ def fisher_passes(
 
 
 def _reached(
-    output: Tensor, start: Tensor, records: Sequence[Record], hooked: Sequence[bool], batch: Batch
+    output: Tensor,
+    records: Sequence[Record],
+    hooked: Sequence[bool],
+    batch: Batch,
+    places: Callable[[Pass], Tensor | None],
+    start: Tensor,
 ) -> dict[str, Tensor]:
-    """Which positions of each layer are reached by the gradient that has this start."""
+    """Which places in each layer are reached by the gradient that has this start."""
     found: dict[str, Tensor] = {}
 
     def note(unit: Unit, one: Pass) -> Pass:
-        if isinstance(one, MatrixPass):
-            found[unit.name] = one.reached_positions()
+        if (seen := places(one)) is not None:
+            found[unit.name] = seen
         return PassSummary(one.examples, {})
 
     _differentiate(output, start, records, hooked, (), batch, note)
     return found
+
+
+def _positions_of(one: Pass) -> Tensor | None:
+    return one.reached_positions() if isinstance(one, MatrixPass) else None
+
+
+def _examples_of(one: Pass) -> Tensor | None:
+    if not isinstance(one, PositionsPass):
+        return None
+    rows = (one.gradients != 0).any(-1).any(-1)
+    return rows.reshape(-1, rows.shape[-1]).any(0)  # of any group
 
 
 def _mixture(columns: Tensor) -> Tensor:

@@ -62,6 +62,8 @@ class BatchMeasurement:
     def __post_init__(self) -> None:
         self._warned = self._warned_of_size = False
         self._units, parameters = self.structure.units, self.structure.parameters
+        self._coupled = any(b.family.reads == "rows" and len(b.units) > 1 for b in self.structure.blocks)
+        self._weighs_inputs = any(b.family.reads in {"moments", "basis"} for b in self.structure.blocks)
         self._others = [(unit, parameters[unit.slots[0].parameter]) for unit in self._units if unit.kind == "other"]
 
     # ---------------------------------------------------------------- losses
@@ -188,6 +190,7 @@ class BatchMeasurement:
             keep=keep,
             summarise=summarise if scarce else None,
             counted=call.counted,
+            paired=self._coupled or (call.counted is not None and self._weighs_inputs),
         )
         for one in passes:
             self._add_pass(accumulated, call, one)
