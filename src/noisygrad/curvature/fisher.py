@@ -68,12 +68,12 @@ def fisher_passes(
     if batch.kept < batch.size:
         output, target = output.narrow(lead, 0, batch.kept), target.narrow(lead, 0, batch.kept)
     summed = bool(others) or any(record.is_table and perhaps_shared(record.module, record.inputs) for record in records)
-    signs = random_signs(output, lead, generators) if summed else None
+    signs = random_signs(output, lead, generators, counted) if summed else None
     if kind == "exact":
         columns = likelihood.output_fisher_factor(output.detach())
         starts: Iterable[Tensor] = (column * len(columns) ** 0.5 for column in columns)
     elif kind == "sampled":
-        starts = [likelihood.sampled_score(output.detach(), generators)]
+        starts = [_sampled_score(likelihood, output.detach(), generators, counted)]
     else:
         starts = [likelihood.score(output, target)]
     root = None if counted is None else likelihood.weights_of_outputs(counted.relative().sqrt(), output)
@@ -128,11 +128,33 @@ def _mixture(columns: Tensor) -> Tensor:
     return mixture
 
 
-def random_signs(output: Tensor, lead: int, generators: Sequence[torch.Generator]) -> Tensor:
+def _sampled_score(
+    likelihood: Likelihood, output: Tensor, generators: Sequence[torch.Generator], counted: Counted | None
+) -> Tensor:
+    """`Likelihood.sampled_score`; a replica of fewer examples than others draws as many numbers as it would alone."""
+    if counted is None or counted.extents is None:
+        return likelihood.sampled_score(output, generators)
+    lead, parts = len(likelihood.replicas), []
+    for size in sorted(set(counted.extents)):
+        own = [extent == size for extent in counted.extents]
+        # Those whose turn it is not draw from a copy.
+        some = [one if mine else one.clone_state() for one, mine in zip(generators, own, strict=True)]
+        score = likelihood.sampled_score(output.narrow(lead, 0, size), some)
+        mine = torch.tensor(own, device=output.device).view(output.shape[:lead])
+        whole = score.new_zeros(output.shape)
+        whole.narrow(lead, 0, size).copy_(score)
+        parts.append(whole * mine.reshape(*mine.shape, *[1] * (output.dim() - lead)))
+    return torch.stack(parts).sum(0)
+
+
+def random_signs(
+    output: Tensor, lead: int, generators: Sequence[torch.Generator], counted: Counted | None = None
+) -> Tensor:
     """±1 for each example, `[*replicas, batch]`, every replica from its own generator."""
-    signs = torch.empty(len(generators), output.shape[lead], device=output.device)
-    for row, generator in zip(signs, generators, strict=True):
-        row.bernoulli_(0.5, generator=generator)
+    signs = torch.zeros(len(generators), output.shape[lead], device=output.device)
+    extents = None if counted is None else counted.extents
+    for index, (row, generator) in enumerate(zip(signs, generators, strict=True)):
+        row[: None if extents is None else extents[index]].bernoulli_(0.5, generator=generator)
     return signs.mul_(2.0).sub_(1.0).view(output.shape[: lead + 1])
 
 

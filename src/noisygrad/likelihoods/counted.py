@@ -29,6 +29,8 @@ class Counted:
     """How many dimensions of the targets, after the batch, are positions."""
     either: int | None = None
     """The size of a mask that was given as one of outputs, but would look the same as one of inputs' positions."""
+    extents: tuple[int, ...] | None = None
+    """Of each replica, how many of the first examples are looked at; None where that is the same for all."""
 
     @cached_property
     def examples(self) -> Tensor:
@@ -71,6 +73,25 @@ class Counted:
         """That of the first examples."""
         inside = None if self.inside is None else self.inside.narrow(self.lead, 0, kept)
         return replace(self, weight=self.weight.narrow(self.lead, 0, kept), inside=inside)
+
+    def enough(self, kept: int) -> Counted:
+        """That of the first `kept` examples or, in a replica where none of these counts, of twice as many, and so on.
+
+        There are as many as the most that a replica needs; of the others' last ones nothing counts. Reads on the host.
+        """
+        counts = (self.examples > 0).flatten(0, -2) if self.lead else (self.examples > 0).unsqueeze(0)
+        size, extents = counts.shape[-1], []
+        for first in counts.to(torch.uint8).argmax(-1).tolist():
+            own = kept
+            while own <= first:
+                own *= 2
+            extents.append(min(own, size))
+        found = self.first(max(extents))
+        if len(set(extents)) == 1:
+            return found
+        mine = torch.arange(max(extents)) < torch.tensor(extents).view(*self.weight.shape[: self.lead], 1)
+        weight = found.weight * mine.reshape(*mine.shape, *[1] * (found.weight.dim() - mine.dim()))
+        return replace(found, weight=weight, extents=tuple(extents))
 
     def over(self, values: Tensor) -> Tensor:
         """v in a shape that broadcasts to values `[*replicas, batch, *parts, ...]`."""
