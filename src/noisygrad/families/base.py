@@ -180,6 +180,15 @@ class Statistics(TensorRecord, ABC):
             else:
                 tensor.mul_(own).add_(theirs[name] * weight)
 
+    @torch.no_grad()
+    def keep_inputs_(self, current: Self, takes_part: Tensor) -> Self:
+        """In place: moments of inputs as in `current` where `takes_part`, `[..., 1, 1]`, is False: nothing counted."""
+        kept = current.averages()
+        for name, tensor in self.averages().items():
+            if "inputs" in name:
+                tensor.copy_(torch.where(takes_part, tensor, kept[name]))
+        return self
+
     def basis_tensors(self) -> dict[str, Tensor]:
         """The tensors that `refresh_basis_` changes, by name: none, unless a family says otherwise."""
         return {}
