@@ -94,6 +94,23 @@ def test_gradients_that_were_unscaled_unseen_are_refused():
 
 
 @each_optimizer
+def test_gradients_that_were_unscaled_before_the_last_batch_are_refused(kind):
+    """Those of later batches would have the scale still."""
+    models, (optimizer, clean) = pair(kind, dtype=torch.float32, noise=False, fisher="exact")
+    first, second = batches(2, dtype=torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    accumulate(optimizer, models[0], first, [1.0], scaler=scaler)
+    optimizer.unscale_(scaler)
+    with pytest.raises(RuntimeError, match="once, after the last draw"):
+        accumulate(optimizer, models[0], second, [1.0], scaler=scaler)
+    scaler.step(optimizer)  # what was refused has changed nothing
+    scaler.update()
+    accumulate(clean, models[1], first, [1.0])
+    clean.step()
+    compare_optimizers(optimizer, clean, 2e-5)
+
+
+@each_optimizer
 @pytest.mark.parametrize("replay", [False, True], ids=["", "replayed"])
 def test_factors_are_read_where_the_step_is_made(kind, replay, monkeypatch):
     """On a GPU they are tensors, which a replayed step reads anew."""

@@ -309,9 +309,14 @@ class GradientWatch:
         self._parameters = parameters
         self._left: list[tuple[Tensor | None, int]] = []
 
-    def check(self, draws: int) -> None:
-        """Before a draw, of which there were some already: raise if gradients were made outside of draws."""
-        if draws:
+    def check(self, found: Accumulated) -> None:
+        """Before a draw: raise if gradients were made outside of draws, or were unscaled already."""
+        if found.unscaled is not None:
+            raise RuntimeError(
+                "optimizer.unscale_(scaler) was called before this draw, whose gradients would have the scale still: "
+                "call it once, after the last draw of a step. optimizer.zero_grad() gives up what there is"
+            )
+        if found.draws:
             pairs = zip(self._left, self._now(), strict=True)
             foreign = not all(a is b and v == w for (a, v), (b, w) in pairs)
         else:

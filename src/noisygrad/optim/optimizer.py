@@ -193,7 +193,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         if self.transaction.is_drawing():
             raise RuntimeError("sampled() contexts cannot be nested")
         self.check_still_valid()
-        self.transaction.watch.check(self.accumulated.draws)
+        self.transaction.watch.check(self.accumulated)
         return self.transaction.enter(drawing)
 
     @overload  # type: ignore[override]
@@ -228,7 +228,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self.check_still_valid()
         transaction = self.transaction
         if closure is not None and not self.accumulated.draws:
-            transaction.watch.check(0)
+            transaction.watch.check(self.accumulated)
         try:
             transaction.begin()
             with torch.no_grad():
