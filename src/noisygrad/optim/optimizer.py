@@ -26,7 +26,7 @@ from noisygrad.optim.arguments import explain_arguments
 from noisygrad.optim.assembly import assemble
 from noisygrad.optim.draw import Draw, Drawing
 from noisygrad.optim.measurement import Closure, unpacked
-from noisygrad.optim.options import FisherPass, GroupPatterns, Options, Schedule, check_arguments, check_groups
+from noisygrad.optim.options import FisherPass, FixedGroups, GroupPatterns, Options, Schedule, check_arguments
 from noisygrad.optim.state import OptimizerState, blocks_of_parameters
 from noisygrad.optim.update import ParamGroups, Transaction
 from noisygrad.posterior.coverage import Coverage
@@ -170,7 +170,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self.covariance = self.algorithm.covariance
         self.transaction = Transaction(self.update, self.structure)
         self._parts = ModelParts(self.model)
-        self._noisy_groups = [group["noise"] for group in self.param_groups]
+        self._groups = FixedGroups(self.param_groups, self.model)
         self._state = OptimizerState(
             kind=type(self).__name__,
             structure=self.structure,
@@ -251,9 +251,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         if self._parts.changed():
             self.structure.check_unchanged(self.model)
             self._parts.accept()
-        check_groups(self.param_groups)
-        if [group["noise"] for group in self.param_groups] != self._noisy_groups:
-            raise ValueError("noise of a param group is fixed when the optimiser is made: make a new one")
+        self._groups.check(self.param_groups)
 
     def unscale_(self, scaler: torch.amp.GradScaler) -> None:
         """`scaler.unscale_(optimizer)`, to be called in its place: so the step knows what gradients lack."""
