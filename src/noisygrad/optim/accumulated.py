@@ -15,11 +15,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from noisygrad.distributed import Ranks
 from noisygrad.families.base import Statistics
 from noisygrad.likelihoods import Counted
 from noisygrad.optim.finite import FiniteTrace
+from noisygrad.optim.graph import behind
 from noisygrad.optim.user_warning import warn_user
 
 TINY = 1e-30
@@ -303,80 +305,88 @@ class Scaling:
 
 
 class GradientWatch:
-    """Whose gradients there are: a step takes those of draws alone."""
+    """Whose gradients there are: a step takes those of draws alone, and all of them."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
         self._left: list[tuple[Tensor | None, int]] = []
+        self._added: list[Tensor] = []
+        self._hooks: list[RemovableHandle] = []
 
     def check(self, found: Accumulated) -> None:
         """Before a draw: raise if gradients were made outside of draws, or were unscaled already."""
+        self._unhook()
         if found.unscaled is not None:
             raise RuntimeError(
                 "optimizer.unscale_(scaler) was called before this draw, whose gradients would have the scale still: "
                 "call it once, after the last draw of a step. optimizer.zero_grad() gives up what there is"
             )
         if found.draws:
-            pairs = zip(self._left, self._now(), strict=True)
-            foreign = not all(a is b and v == w for (a, v), (b, w) in pairs)
+            foreign = any(p.grad is not a or (a is not None and a._version != v) for (a, v), p in self._pairs())
         else:
             self._left = []
             foreign = any(parameter.grad is not None for parameter in self._parameters)
         if foreign:
-            raise RuntimeError(
-                "there are gradients that were made, or changed, outside sampled(): they do not belong to a draw, so a "
-                "step neither mixes them in nor drops them. Call backward() inside sampled(), each batch in a context "
-                "of its own (a framework that accumulates batches by itself needs its manual form), or "
-                "optimizer.zero_grad() to give them up"
-            )
+            raise RuntimeError(f"there are gradients that were made, or changed, {_OUTSIDE}")
 
-    def check_kept(self) -> None:
-        """In a further draw: raise if gradients of earlier ones are gone."""
-        if self._left and any(
-            a is not None and a is not b for (a, _), (b, _) in zip(self._left, self._now(), strict=False)
+    def check_kept(self, losses: Sequence[LossCall] = ()) -> None:
+        """In a draw: raise if gradients of earlier draws are gone, or of earlier ones of its `losses`."""
+        gone = bool(self._left) and any(a is not None and p.grad is not a for (a, _), p in self._pairs())
+        if losses and not gone and not all(loss.waits for loss in losses):
+            gone = all(parameter.grad is None for parameter in self._parameters)
+        if gone:
+            raise RuntimeError(f"the gradients of an earlier loss of this step are gone: {_DROPPED}")
+
+    def note(self, *, has_loss: bool = False, steps: int = 0) -> None:
+        """After a draw. In steps 1, 2, 4, … what is added to gradients from now on is noticed."""
+        left = [parameter.grad for parameter in self._parameters]
+        if has_loss and all(gradient is None for gradient in left):
+            raise RuntimeError(f"the gradients of this draw are gone: {_DROPPED}")
+        self._left = [(gradient, 0 if gradient is None else gradient._version) for gradient in left]
+        if has_loss and not steps & (steps + 1):  # a loop is the same in every step, and hooks take time
+            self._added = list[Tensor]()
+            self._hooks = [p.register_post_accumulate_grad_hook(self._added.append) for p in self._parameters]
+
+    def check_step(self) -> None:
+        """Before the step: raise if gradients of draws are gone, or others were made since the last draw."""
+        self._unhook()
+        changed = False
+        for (gradient, version), parameter in self._pairs():
+            if parameter.grad is not gradient and gradient is not None:
+                what = "gone" if parameter.grad is None else "others (to change them, write into them)"
+                raise RuntimeError(f"gradients that the draws of this step have left are {what}: {_DROPPED}")
+            if parameter.grad is not gradient or self._added:
+                raise RuntimeError(f"there are gradients that were made, after the last draw, {_OUTSIDE}")
+            changed |= gradient is not None and gradient._version != version
+        if (
+            changed
+            and not self._parameters[0].is_cuda
+            and not any(bool(a.any()) for a, _ in self._left if a is not None)
         ):
-            raise RuntimeError("the closure dropped the gradients of an earlier draw: take zero_grad out of it")
+            raise RuntimeError(f"the gradients that the draws of this step have left were zeroed: {_DROPPED}")
+        self._left = []
 
-    def note(self) -> None:
-        """After a draw."""
-        self._left = self._now()
+    def _pairs(self) -> zip[tuple[tuple[Tensor | None, int], nn.Parameter]]:
+        return zip(self._left, self._parameters, strict=False)
 
-    def _now(self) -> list[tuple[Tensor | None, int]]:
-        gradients = [parameter.grad for parameter in self._parameters]
-        return [(gradient, 0 if gradient is None else gradient._version) for gradient in gradients]
-
-
-_COPIES = {"ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "CloneBackward0"}
-
-
-def behind(root: Node | None) -> tuple[list[Node], list[Node]]:
-    """What an output was made by, in autograd's graph, and the parameters it was made of.
-
-    Copies of a parameter count for it: autocast keeps those of its type from one forward pass to the next.
-    """
-    stack, seen, nodes, leaves = [root], set[Node](), list[Node](), list[Node]()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if not node.next_functions:
-            own = isinstance(getattr(node, "variable", None), nn.Parameter)
-            (leaves if own else nodes).append(node)
-            continue
-        stack += [following for following, _ in node.next_functions]
-        if not _is_copy(node):
-            nodes.append(node)
-    return nodes, leaves
+    def _unhook(self) -> None:
+        if self._hooks:
+            for hook, parameter in zip(self._hooks, self._parameters, strict=True):
+                hook.remove()
+                if not parameter._post_accumulate_grad_hooks:  # which autograd would call all the same
+                    parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+            self._hooks = []
 
 
-def _is_copy(node: Node) -> bool:
-    while node.next_functions:
-        following = node.next_functions[0][0]
-        if node.name() not in _COPIES or following is None:
-            return False
-        node = following
-    return True
+_OUTSIDE = (
+    "outside sampled(): they do not belong to a draw, so a step neither mixes them in nor drops them. Call backward() "
+    "inside sampled(), each batch in a context of its own (a framework that accumulates batches by itself needs its "
+    "manual form), or optimizer.zero_grad() to give them up"
+)
+_DROPPED = (
+    "zero_grad() of the model or of another optimiser, a closure's perhaps, has dropped them, and a step without them "
+    "would be that of other batches, or of the prior alone. Take zero_grad out: step() consumes gradients"
+)
 
 
 def _larger(one: float | Tensor, other: float | Tensor) -> float | Tensor:

@@ -244,9 +244,8 @@ class FixedGroups:
         for (noise, *parameters), group in zip(self._fixed, groups, strict=True):
             if group.get("noise") != noise:
                 raise ValueError("noise of a param group is fixed when the optimiser is made: make a new one")
-            added, lost = (
-                self._names(*pair) for pair in ((group["params"], parameters), (parameters, group["params"]))
-            )
+            now = list(group.get("params", ()))
+            added, lost = (self._names(*pair) for pair in ((now, parameters), (parameters, now)))
             if added or lost:
                 raise ValueError(
                     "the parameters of a param group are fixed when the optimiser is made: "

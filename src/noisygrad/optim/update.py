@@ -307,8 +307,8 @@ class Transaction:
                 self.give_up()
             else:
                 self.end_draw()
-                self.watch.note()
                 draw.check_differentiated()
+                self.watch.note(has_loss=draw.has_loss, steps=self.steps)
                 self.interrupts.release()
         except BaseException:
             self.give_up()
@@ -334,6 +334,7 @@ class Transaction:
     def _loss(self, capture: Capture | None, *given: Any) -> Tensor:
         self.interrupts.hold()
         try:
+            self.watch.check_kept(self.accumulated.pending)
             return self._update.measurement.loss(self.accumulated, capture, *given, observe=True)
         finally:
             self.interrupts.allow()
@@ -351,6 +352,7 @@ class Transaction:
     def make(self, scaling: Scaling) -> None:
         """Make the step."""
         self.accumulated.check_complete()
+        self.watch.check_step()
         self._update.apply(self.steps + 1, self.accumulated, scaling, self.interrupts.deliver)
         self._finish()
 
