@@ -86,7 +86,9 @@ DROPPED = [
 @pytest.mark.parametrize("steps", [0, 2])
 def test_gradients_that_were_dropped_are_missed(kind, loop, steps):
     """The step would be that of the prior alone, or of half of the batches."""
-    model, data = mlp(), batches(steps + 1)
+    if loop is zeroed:
+        steps += steps // 2  # which clipping may do, so only some steps look
+    model, data = mlp(), batches(4)
     optimizer = make(kind, model)
     for batch in data[:steps]:
         draw(optimizer, model, batch)

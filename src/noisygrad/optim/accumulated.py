@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from operator import is_not
 from typing import Any, Self
 
 import torch
@@ -309,73 +310,74 @@ class GradientWatch:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._left: list[tuple[Tensor | None, int]] = []
-        self._added: list[Tensor] = []
-        self._hooks: list[RemovableHandle] = []
+        self._left, self._versions = list[Tensor | None](), list[int]()
+        self._added, self._hooks = list[Tensor](), list[RemovableHandle]()
 
     def check(self, found: Accumulated) -> None:
         """Before a draw: raise if gradients were made outside of draws, or were unscaled already."""
         self._unhook()
         if found.unscaled is not None:
-            raise RuntimeError(
-                "optimizer.unscale_(scaler) was called before this draw, whose gradients would have the scale still: "
-                "call it once, after the last draw of a step. optimizer.zero_grad() gives up what there is"
-            )
-        if found.draws:
-            foreign = any(p.grad is not a or (a is not None and a._version != v) for (a, v), p in self._pairs())
-        else:
+            raise RuntimeError(_UNSCALED)
+        if not found.draws:
             self._left = []
             foreign = any(parameter.grad is not None for parameter in self._parameters)
+        else:
+            foreign = any(map(is_not, self._left, self._now())) or self._written()
         if foreign:
             raise RuntimeError(f"there are gradients that were made, or changed, {_OUTSIDE}")
 
     def check_kept(self, losses: Sequence[LossCall] = ()) -> None:
         """In a draw: raise if gradients of earlier draws are gone, or of earlier ones of its `losses`."""
-        gone = bool(self._left) and any(a is not None and p.grad is not a for (a, _), p in self._pairs())
+        pairs = zip(self._left, self._parameters, strict=False)
+        gone = bool(self._left) and any(left is not None and one.grad is not left for left, one in pairs)
         if losses and not gone and not all(loss.waits for loss in losses):
-            gone = all(parameter.grad is None for parameter in self._parameters)
+            gone = all(gradient is None for gradient in self._now())
         if gone:
             raise RuntimeError(f"the gradients of an earlier loss of this step are gone: {_DROPPED}")
 
     def note(self, *, has_loss: bool = False, steps: int = 0) -> None:
         """After a draw. In steps 1, 2, 4, … what is added to gradients from now on is noticed."""
-        left = [parameter.grad for parameter in self._parameters]
-        if has_loss and all(gradient is None for gradient in left):
+        self._left = left = self._now()
+        if has_loss and left[0] is None and all(gradient is None for gradient in left):
             raise RuntimeError(f"the gradients of this draw are gone: {_DROPPED}")
-        self._left = [(gradient, 0 if gradient is None else gradient._version) for gradient in left]
+        self._versions = [0 if gradient is None else gradient._version for gradient in left]
         if has_loss and not steps & (steps + 1):  # a loop is the same in every step, and hooks take time
             self._added = list[Tensor]()
             self._hooks = [p.register_post_accumulate_grad_hook(self._added.append) for p in self._parameters]
 
     def check_step(self) -> None:
         """Before the step: raise if gradients of draws are gone, or others were made since the last draw."""
-        self._unhook()
-        changed = False
-        for (gradient, version), parameter in self._pairs():
-            if parameter.grad is not gradient and gradient is not None:
-                what = "gone" if parameter.grad is None else "others (to change them, write into them)"
-                raise RuntimeError(f"gradients that the draws of this step have left are {what}: {_DROPPED}")
-            if parameter.grad is not gradient or self._added:
-                raise RuntimeError(f"there are gradients that were made, after the last draw, {_OUTSIDE}")
-            changed |= gradient is not None and gradient._version != version
-        if (
-            changed
-            and not self._parameters[0].is_cuda
-            and not any(bool(a.any()) for a, _ in self._left if a is not None)
-        ):
-            raise RuntimeError(f"the gradients that the draws of this step have left were zeroed: {_DROPPED}")
+        if self._left and (self._hooks or any(map(is_not, self._left, self._now()))):
+            self._check_changed()
         self._left = []
 
-    def _pairs(self) -> zip[tuple[tuple[Tensor | None, int], nn.Parameter]]:
-        return zip(self._left, self._parameters, strict=False)
+    def _check_changed(self) -> None:
+        looked, added = bool(self._hooks), self._added
+        self._unhook()
+        for gradient, now in zip(self._left, self._now(), strict=True):
+            if now is not gradient and gradient is not None:
+                what = "gone" if now is None else "others (to change them, write into them)"
+                raise RuntimeError(f"gradients that the draws of this step have left are {what}: {_DROPPED}")
+            if now is not gradient or added:
+                raise RuntimeError(f"there are gradients that were made, after the last draw, {_OUTSIDE}")
+        zeroed = not any(gradient.is_cuda or bool(gradient.any()) for gradient in self._left if gradient is not None)
+        if looked and zeroed and self._written():
+            raise RuntimeError(f"the gradients that the draws of this step have left were zeroed: {_DROPPED}")
+
+    def _now(self) -> list[Tensor | None]:
+        return [parameter.grad for parameter in self._parameters]
+
+    def _written(self) -> bool:
+        """Whether somebody has written into what was left."""
+        pairs = zip(self._left, self._versions, strict=True)
+        return any(gradient is not None and gradient._version != version for gradient, version in pairs)
 
     def _unhook(self) -> None:
-        if self._hooks:
-            for hook, parameter in zip(self._hooks, self._parameters, strict=True):
-                hook.remove()
-                if not parameter._post_accumulate_grad_hooks:  # which autograd would call all the same
-                    parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-            self._hooks = []
+        for hook, parameter in zip(self._hooks, self._parameters, strict=False):
+            hook.remove()
+            if not parameter._post_accumulate_grad_hooks:  # which autograd would call all the same
+                parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        self._added, self._hooks = [], []
 
 
 _OUTSIDE = (
@@ -386,6 +388,10 @@ _OUTSIDE = (
 _DROPPED = (
     "zero_grad() of the model or of another optimiser, a closure's perhaps, has dropped them, and a step without them "
     "would be that of other batches, or of the prior alone. Take zero_grad out: step() consumes gradients"
+)
+_UNSCALED = (
+    "optimizer.unscale_(scaler) was called before this draw, whose gradients would have the scale still: call it once, "
+    "after the last draw of a step. optimizer.zero_grad() gives up what there is"
 )
 
 
