@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import is_not
-from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -284,25 +283,6 @@ class Accumulated:
                 f"{'a negative number' if self.negative else 'zero'} before backward(): losses are averaged with these "
                 "factors as their weights, which must not be negative and must not add up to zero"
             )
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """What a GradScaler says of the gradients: the scale they have, and whether one of them is infinite."""
-
-    scale: Tensor | None = None
-    found_inf: Tensor | None = None
-
-    @classmethod
-    def of(cls, told: Mapping[str, Any], found: Accumulated) -> Self:
-        """From the attributes that a GradScaler sets; raises where it has unscaled gradients and nobody said so."""
-        if found.unscaled is None and "grad_scale" in told and told["grad_scale"] is None:
-            raise RuntimeError(
-                "a GradScaler has unscaled the gradients, so the factor that the losses were scaled by is not known "
-                "any more: call optimizer.unscale_(scaler) in place of scaler.unscale_(optimizer), then clip. Where a "
-                "framework unscales by itself, bound the step by kl_clip and let it leave the gradients as they are"
-            )
-        return cls(told.get("grad_scale"), told.get("found_inf"))
 
 
 class GradientWatch:

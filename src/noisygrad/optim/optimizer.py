@@ -21,10 +21,11 @@ from noisygrad.curvature.fisher import FisherKind
 from noisygrad.distributed import Group, Ranks
 from noisygrad.families.base import DampingMode
 from noisygrad.likelihoods import Likelihood
-from noisygrad.optim.accumulated import Accumulated, Scaling
+from noisygrad.optim.accumulated import Accumulated
 from noisygrad.optim.arguments import explain_arguments
 from noisygrad.optim.assembly import assemble
 from noisygrad.optim.draw import Draw, Drawing
+from noisygrad.optim.finite import Scaling
 from noisygrad.optim.measurement import Closure, unpacked
 from noisygrad.optim.options import FisherPass, FixedGroups, GroupPatterns, Options, Schedule, check_arguments
 from noisygrad.optim.state import OptimizerState, blocks_of_parameters
@@ -235,7 +236,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
                 if closure is not None:
                     self._evaluate(closure)
                 loss = None if closure is None else self.accumulated.mean_loss()
-                transaction.make(Scaling.of(vars(self), self.accumulated))
+                transaction.make(Scaling.of(vars(self), self.accumulated.unscaled))
             transaction.interrupts.release()
         except BaseException:
             transaction.give_up()

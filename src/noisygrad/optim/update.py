@@ -14,10 +14,10 @@ from noisygrad.curvature.capture import Capture
 from noisygrad.distributed import GradientReduction, Ranks
 from noisygrad.kernels.factorisation import capturing
 from noisygrad.likelihoods import Likelihood
-from noisygrad.optim.accumulated import Accumulated, GradientWatch, Scaling
+from noisygrad.optim.accumulated import Accumulated, GradientWatch
 from noisygrad.optim.draw import Draw, DrawnWeights, Interrupts
 from noisygrad.optim.execution import DeviceScalars, Executor
-from noisygrad.optim.finite import FiniteGuard, RunningStatistics
+from noisygrad.optim.finite import FiniteGuard, RunningStatistics, Scaling
 from noisygrad.optim.measurement import BatchMeasurement
 from noisygrad.optim.options import Options
 from noisygrad.posterior.structure import Structure
