@@ -31,7 +31,8 @@ _ROWWISE = (
 _RESHAPING = frozenset(("View", "UnsafeView", "ReshapeAlias", "Squeeze"))
 _ONE = frozenset(("Select", "Unbind"))
 _SOME = frozenset(("Slice", "Split", "SplitWithSizes", "Index", "IndexSelect", "Gather", "MaskedSelect"))
-LOOKED_AT = _ROWWISE | _RESHAPING | _ONE | _SOME | {"Unsqueeze", "Transpose", "Permute"}
+_TAKING = _ONE | _SOME
+LOOKED_AT = _ROWWISE | _RESHAPING | _TAKING | {"Unsqueeze", "Transpose", "Permute"}
 
 
 def kind_of(node: Node) -> str:
@@ -56,17 +57,10 @@ def check_whole(output: Tensor) -> None:
 
 def _rows_behind(output: Tensor) -> int | None:
     """How many rows there are of which those of an output were taken; None where nothing tells that they were."""
-    node, shape, added = output.grad_fn, output.shape, False
+    shape, added = output.shape, False
     rows = shape[0]
-    for _ in range(NEAR):
-        kind = "" if node is None else kind_of(node)
-        if node is None or kind not in LOOKED_AT:
-            return None
-        inner = [(one, number) for one, number in node.next_functions if one is not None and one.next_functions]
-        if len(inner) != 1:  # none is a parameter, whose rows are looked up; of two, nothing is known
-            return None
-        (source, number), before = inner[0], shape
-        shape = source._input_metadata[number].shape
+    for kind, node, source, number in _chain(output.grad_fn):
+        before, shape = shape, source._input_metadata[number].shape
         same = len(shape) > 0 and shape[0] == rows
         if kind in _ROWWISE:
             if len(shape) != len(before) or not (same or added):
@@ -92,8 +86,26 @@ def _rows_behind(output: Tensor) -> int | None:
             whole_rows = kind == "MaskedSelect" or _dimension(node, "_saved_dim", len(shape)) == 0
             lookup = kind == "Index" and node._saved_indices[0] is None  # type: ignore[attr-defined]
             return int(shape[0]) if whole_rows and not lookup else None
-        node = source
     return None
+
+
+def _chain(node: Node | None) -> list[tuple[str, Node, Node, int]]:
+    """The operations behind an output that are looked through, each with what it was made of; none if none takes rows.
+
+    It ends where the one argument is a parameter, whose rows are looked up, and where there are two that were computed.
+    """
+    found, taking = list[tuple[str, Node, Node, int]](), False
+    following = () if node is None else node.next_functions
+    while node is not None and len(found) < NEAR and (kind := kind_of(node)) in LOOKED_AT:
+        inner = [(one, number, one.next_functions) for one, number in following if one is not None]
+        computed = [each for each in inner if each[2]]
+        if len(computed) != 1:
+            break
+        source, number, following = computed[0]
+        found.append((kind, node, source, number))
+        taking = taking or kind in _TAKING
+        node = source
+    return found if taking else []
 
 
 def _dimension(node: Node, name: str, dimensions: int) -> int:
