@@ -131,7 +131,7 @@ OPTIONS = [
     {"kl_clip": lambda step: 1e-4 if step < STEPS // 2 else 1e-6, "fisher_decay": lambda step: 1 - 1 / (step + 1)},
     {"noise": False},
     {"prior_variance": 0.3, "momentum": 0.0, "momentum_mode": "average"},
-    {"fisher_start": "fading", "fisher_floor": 0.1},
+    {"safeguard": "fading", "fisher_floor": 0.1},
     {"lr": torch.tensor(0.02)},
 ]
 

@@ -70,8 +70,8 @@ def test_forward_and_backward_are_those_of_autograd():
         ("kronecker", {}),
         ("kronecker", {"damping": 0.05, "momentum": 0.0}),
         ("kronecker", {"kl_clip": 1e-4}),
-        ("diagonal", {"kl_clip": 1e-4, "fisher_start": "fading"}),
-        ("kronecker", {"fisher_start": "fading"}),
+        ("diagonal", {"kl_clip": 1e-4, "safeguard": "fading"}),
+        ("kronecker", {"safeguard": "fading"}),
         ("kronecker", {"damping_mode": "exact", "factor_every": 3}),
         ("tridiagonal", {"factor_every": 2}),
         ("full", {"noise": False, "mc_samples": 1}),
@@ -101,7 +101,7 @@ def test_a_learner_follows_the_optimiser(family: str, settings: dict, noise_prio
         damping=chosen.damping, momentum=chosen.momentum, damping_mode=chosen.damping_mode, noise=chosen.noise,
         kl_clip=chosen.kl_clip,
     )  # fmt: skip
-    if chosen.fisher_start == "fading":
+    if chosen.safeguard == "fading":
         optimizer.covariance.fisher.updates.fill_(1e9)  # so many updates later, nothing is left of the quick start
     generator = torch.Generator()
     generator.set_state(optimizer.generators[0].get_state())

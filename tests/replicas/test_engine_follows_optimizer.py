@@ -27,7 +27,7 @@ SAME_ROOT = {"diagonal", "kronecker", "tridiagonal"}
 
 CASES = [
     {"kl_clip": 1e-3},
-    {"kl_clip": 1e-3, "noise_prior": None, "fisher_start": "fading"},
+    {"kl_clip": 1e-3, "noise_prior": None, "safeguard": "fading"},
     {"damping": 0.05, "factor_every": 3, "momentum": 0.5},
     {"damping": 0.05, "damping_mode": "exact", "kl_clip": 1e-4},
     {"noise": False, "kl_clip": 1e-4, "kl_weight": 1.0},

@@ -301,7 +301,7 @@ def _optimizer_runs() -> Iterator[tuple[str, Run]]:
         yield f"{name} clipped", Run(kind, "perceptron", {**CLIPPED, **SELDOM, "fisher": "exact"}, "sampled")
         yield f"{name} continued", Run(kind, "perceptron", {**SELDOM, "kl_weight": 0.7}, continued=True)
         yield f"{name} replicas", Run(kind, "replicas", {**SELDOM, **CLIPPED, "mc_samples": 2})
-        fading = {**SELDOM, **POINTS, "fisher_start": "fading", "fisher": "exact"}
+        fading = {**SELDOM, **POINTS, "safeguard": "fading", "fisher": "exact"}
         yield f"{name} convolutions", Run(kind, "convolutions", fading, "sampled")
         yield f"{name} attention", Run(kind, "attention", {**SELDOM, "fisher_floor": 0.02, "mc_samples": 2})
 
@@ -325,8 +325,8 @@ def _engine_runs() -> Iterator[tuple[str, EngineRun]]:
         yield f"engine {family}", EngineRun({"family": family, "kl_clip": 2e-3})
     exact = {"family": "kronecker", "damping_mode": "exact", "factor_every": 3}
     yield "engine exact damping", EngineRun(exact)
-    yield "engine slow start", EngineRun({"family": "kronecker", "fisher_start": "fading", "factor_every": 2})
-    yield "engine slow diagonal", EngineRun({"family": "diagonal", "fisher_start": "fading"}, {"noise_prior": None})
+    yield "engine slow start", EngineRun({"family": "kronecker", "safeguard": "fading", "factor_every": 2})
+    yield "engine slow diagonal", EngineRun({"family": "diagonal", "safeguard": "fading"}, {"noise_prior": None})
     yield "engine undamped tridiagonal", EngineRun({"family": "tridiagonal", "factor_every": 4, "damping": 0.0})
     yield "engine point estimate", EngineRun({"family": "kronecker", "noise": False, "mc_samples": 1})
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from noisygrad.algorithm import stacks
 from noisygrad.algorithm.block_factors import BlockFactors
-from noisygrad.algorithm.fisher import FisherAverage, FisherStart
+from noisygrad.algorithm.fisher import FisherAverage
+from noisygrad.algorithm.start import Safeguard, identity_share
 from noisygrad.algorithm.stacks import Stack, Stacks, can_stack
 from noisygrad.distributed import Ranks
 from noisygrad.families import packed
@@ -32,8 +33,9 @@ class Covariance:
 
     Args:
         priors: Γ of each block, by name.
-        start: What becomes of the identity that F̄ starts from.
+        safeguard: How the identity fades that steadies the first draws and steps.
         floor: Added to the diagonal of the Fisher as it is measured.
+        most_noise: What draws may cost at most, in units of the number of data over λ; None for no bound.
         ranks: The processes that share the work of a refresh.
         lean: Whether to keep only what draws and steps need, in bands where that saves memory; else whole precisions,
             which know their log-determinant.
@@ -46,16 +48,21 @@ class Covariance:
         priors: Mapping[str, Prior],
         *,
         damping_mode: DampingMode,
-        start: FisherStart = "forgotten",
+        safeguard: Safeguard = "brief",
         floor: float = 0.0,
+        most_noise: float | None = None,
         ranks: Ranks | None = None,
         lean: bool = True,
         repeated: bool = True,
     ) -> None:
         self.blocks = list(blocks)
         self.priors = priors
-        self.fisher = FisherAverage(self.blocks, priors, start=start, floor=floor)
+        self.fisher = FisherAverage(self.blocks, priors, floor=floor)
         self.statistics = self.fisher.statistics
+        self._safeguard, self._most_noise = safeguard, most_noise
+        self.bound = self.fisher.moments.new_full((), 0.0 if most_noise is None else 1.0)
+        """A floor under the Fisher, as draws, steps and the posterior have it, so that noise costs no more than it may."""
+        self._determined = self.fisher.moments.new_zeros(())
         self.factors: dict[str, BlockFactors] = {}
         self.generation = 0
         """Counts how often a block's factors were replaced by others in another place of memory."""
@@ -70,6 +77,8 @@ class Covariance:
         self._device = self.fisher.moments.device
         self._told: set[str] = set()
         self._diagonal = self._diagonal_prior()
+        least = self._diagonal if isinstance(self._diagonal, float) else 0.0
+        self._least_bound = max(1e-3 * least, 1e-9)
         small = self._size <= SMALL and self._device.type not in stacks.DEVICES
         self._order = MatrixOrder(self.blocks) if small and lean else None
 
@@ -114,6 +123,7 @@ class Covariance:
         all factors, on all ranks, are what they were: `back` is their `way_back`, if the caller has it already.
         """
         back = self.way_back() if back is None else back
+        self._determined.zero_()
 
         def factorise() -> None:
             done = self._refresh_stacks(dampings)
@@ -136,6 +146,7 @@ class Covariance:
             for block, owner in zip(self.blocks, self._owners, strict=True):
                 basis = self.statistics[block.name].basis_tensors()
                 self._ranks.broadcast([*basis.values(), *self.factors[block.name].tensors().values()], owner)
+        self._adjust_bound_()
         if self.generation != self._stacked_at and self._device.type in stacks.DEVICES and self._lean:
             self._stack()
 
@@ -220,13 +231,19 @@ class Covariance:
         self, statistics: Statistics, prior: Prior, block: Block, damping: float, *, together: bool = False
     ) -> BlockFactors:
         """P = F̄ + Γ for draws and P + γ_ex I for steps; `together` makes both at once, in more memory."""
+        measured = statistics
+        statistics = statistics.with_identity(self.identity_share)
+        if self._most_noise is not None:
+            statistics.add_floor_(self.bound)
         if block.noise and damping == 0.0:
             precision = statistics.factorise(prior, 0.0, self._mode).drop_terms()
             precision = precision.with_inverses() if self._repeated else precision
+            self._count_determined(measured, precision)
             both = packed.pack_factors(precision) if self._lean else precision
             return BlockFactors(both, both)
         if together and block.noise:
             draws, steps = statistics.factorise_pair(prior, damping, self._mode)
+            self._count_determined(measured, draws)
             return BlockFactors(packed.pack_factors(draws.sampler()), packed.pack_factors(steps.solver()))
         steps = statistics.factorise(prior, damping, self._mode).drop_terms()
         whole = steps.with_inverses() if self._repeated and not self._lean else steps
@@ -235,7 +252,26 @@ class Covariance:
         if not block.noise:
             return BlockFactors(None, stepper)
         draws = statistics.factorise(prior, 0.0, self._mode)
+        self._count_determined(measured, draws)
         return BlockFactors(packed.pack_factors(draws.sampler()) if self._lean else draws.drop_terms(), stepper)
+
+    @property
+    def identity_share(self) -> Tensor:
+        """Of what factors are made of now; see `algorithm.start`."""
+        return identity_share(self._safeguard, self.fisher.updates, self.fisher.seen).reshape(())
+
+    def _count_determined(self, measured: Statistics, precision: Precision) -> None:
+        if self._most_noise is not None:
+            self._determined += measured.determined(precision).sum()
+
+    def _adjust_bound_(self) -> None:
+        """Towards the least floor with which draws cost no more than they may, at most tenfold at a time."""
+        if self._most_noise is None:
+            return
+        if self._ranks.active:
+            self._ranks.sum_([self._determined])
+        change = (self._determined / self._most_noise).clamp(0.1, 10.0)
+        self.bound.mul_(torch.where(self.fisher.updates > 0, change, 1.0).reshape(())).clamp_(min=self._least_bound)
 
     def _store(self, block: Block, new: BlockFactors) -> None:
         old = self.factors.get(block.name)
@@ -287,7 +323,7 @@ class Covariance:
             return lambda: None
         unstacked = [t for block in self._unstacked_blocks for t in self.factors[block.name].tensors().values()]
         stacked = [] if self._stacks is None else self._stacks.tensors()
-        before, stacks_before = Backup([*stacked, *unstacked], elsewhere=self.fisher.bulky), self._stacks
+        before, stacks_before = Backup([*stacked, *unstacked, self.bound], elsewhere=self.fisher.bulky), self._stacks
 
         def back() -> None:
             before.restore()

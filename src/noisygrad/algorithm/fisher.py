@@ -1,7 +1,6 @@
-"""The moving average F̄ of the Fisher, block by block."""
+"""The moving average F̄ of the Fisher, block by block: of measurements alone."""
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,59 +11,77 @@ from noisygrad.kernels.tensors import Backup, average_into_
 from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.structure import copied
 
-FisherStart = Literal["forgotten", "fading"]
-"""What becomes of the identity that F̄ starts from: forgotten as soon as there are statistics, or fading slowly."""
-
 
 class FisherAverage:
     """F̄ of every block, all in one piece of memory, and how often it was measured.
 
-    F̄ starts from the identity; `floor` is added to the diagonal of the Fisher as it is measured.
+    F̄ is 0 before the first measurement; `floor` is added to the diagonal of the Fisher as it is measured.
     """
 
-    def __init__(
-        self,
-        blocks: Sequence[Block],
-        priors: Mapping[str, Prior],
-        *,
-        start: FisherStart,
-        floor: float,
-    ) -> None:
+    def __init__(self, blocks: Sequence[Block], priors: Mapping[str, Prior], *, floor: float) -> None:
         self.blocks = list(blocks)
-        identities = {b.name: packed.pack_statistics(b.family.identity(priors[b.name])) for b in self.blocks}
-        self.moments, self.statistics = _joined(identities)
+        empty = {b.name: b.family.identity(priors[b.name]).map_averages(torch.zeros_like) for b in self.blocks}
+        self.moments, self.statistics = _joined({name: packed.pack_statistics(s) for name, s in empty.items()})
         self._averages = [tensor for b in self.blocks for tensor in self.statistics[b.name].averages().values()]
+        self._unused = {block.name for block in self.blocks}
+        """The blocks of which no example is known to have used all layers yet."""
         self.updates = self.moments.new_zeros(1)
         """k, the same for all blocks: one that no example has used is measured, too, as 0."""
+        self.seen = self.moments.new_zeros(1)
+        """What the weights of k measurements sum to in a moving average that starts from 0; F̄ is divided by it."""
         self.bulky = self.moments.numel() > 2 * sum(block.size for block in self.blocks)
         """Whether there are many numbers for each weight, so that a copy of them is put where there is more room."""
-        self._start, self._floor = start, floor
+        self._floor = floor
         self.prepared: tuple[list[Tensor], list[Tensor]] | None = None
         """What `commit_` overwrites, and by what."""
 
     def update_(self, measured: Mapping[str, Statistics], rate: float | Tensor, *, mask: Tensor | None = None) -> None:
         """`prepare` and `commit_` in one."""
-        self.updates += 1.0 if mask is None else mask  # first: a compiler was seen to count twice otherwise
-        torch._foreach_copy_(self._averages, self._averaged(measured, self.updates, rate, mask))
+        old, new = self._next(measured, rate, mask)
+        self._unused = set()
+        torch._foreach_copy_(old, new)
 
-    def prepare(self, measured: Mapping[str, Statistics], rate: float | Tensor, *, mask: Tensor | None = None) -> None:
-        """F̄ + rate_k (F̂ − F̄), in the memory of F̂, with rate_k = max(1/(k+1), rate), or `rate` where the start fades.
+    def prepare(
+        self,
+        measured: Mapping[str, Statistics],
+        rate: float | Tensor,
+        *,
+        mask: Tensor | None = None,
+        used: Container[str] | None = None,
+    ) -> None:
+        """F̄ + rate_k (F̂ − F̄), in the memory of F̂, with rate_k = rate / (1 − Π (1 − rate)), Adam's bias correction.
 
-        k counts the updates. A mask of 0 leaves everything as it was. F̄ itself changes by `commit_`.
+        k counts the measurements: the first one replaces what was there, and later ones count alike as long as
+        k · rate is small. A mask of 0 leaves everything as it was. F̄ itself changes by `commit_`. `used` are the layers
+        that examples have used, by name; None for all.
         """
-        updates = self.updates + (1.0 if mask is None else mask)
-        new = self._averaged(measured, updates, rate, mask)
-        self.prepared = [self.updates, *self._averages], [updates, *new]
+        self.prepared = self._next(measured, rate, mask)
+        self._unused -= {b.name for b in self.blocks if used is None or all(unit.name in used for unit in b.units)}
 
-    def _averaged(
-        self, measured: Mapping[str, Statistics], updates: Tensor, rate: float | Tensor, mask: Tensor | None
-    ) -> list[Tensor]:
+    def _next(
+        self, measured: Mapping[str, Statistics], rate: float | Tensor, mask: Tensor | None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        one = 1.0 if mask is None else mask
+        updates = self.updates + one
+        seen = self.seen + (1.0 - self.seen) * rate * one
         if self._floor:
             for record in measured.values():
                 record.add_floor_(self._floor)
         new = [tensor for b in self.blocks for tensor in measured[b.name].averages().values()]
-        average_into_(new, self._averages, self._rate(updates, rate, mask), mask)
-        return new
+        first = [(old, tensor, tensor.clone()) for old, tensor in self._inputs_of_unused(measured)]
+        # A mask comes with a device that is not waited for.
+        own = rate * one / seen.clamp_min(torch.finfo(seen.dtype).tiny)
+        average_into_(new, self._averages, own if mask is not None or isinstance(rate, Tensor) else own.item(), mask)
+        for old, averaged, as_measured in first:
+            known = old.any() if mask is None else old.any() | (mask <= 0)
+            averaged.copy_(torch.where(known, averaged, as_measured))
+        return [self.updates, self.seen, *self._averages], [updates, seen, *new]
+
+    def _inputs_of_unused(self, measured: Mapping[str, Statistics]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Moments of inputs that are a mean over the examples that used a layer, of which there may be none yet."""
+        for name in self._unused:
+            old, new = self.statistics[name].averages(), measured[name].averages()
+            yield from ((old[key], new[key]) for key in old if key.startswith("inputs"))
 
     def commit_(self) -> None:
         """F̄ becomes what was prepared, if anything was."""
@@ -73,18 +90,8 @@ class FisherAverage:
         self.prepared = None
 
     def backup(self) -> Backup:
-        """What F̄ and its count are now."""
-        return Backup([self.moments, self.updates], elsewhere=self.bulky)
-
-    def _rate(self, updates: Tensor, rate: float | Tensor, mask: Tensor | None) -> Tensor | float:
-        """rate_k; 0 where the mask is."""
-        if self._start == "fading":
-            return rate if mask is None else mask * rate
-        if mask is None and not isinstance(rate, Tensor):  # only on a CPU, which waits for nothing
-            return max(1.0 / (updates.item() + 1.0), rate)
-        own = 1.0 / (updates + 1.0)
-        own = own.maximum(rate) if isinstance(rate, Tensor) else own.clamp(min=rate)
-        return own if mask is None else own * mask
+        """What F̄ and its counts are now."""
+        return Backup([self.moments, self.updates, self.seen], elsewhere=self.bulky)
 
     def snapshot(self) -> dict[str, Statistics]:
         """A copy, large moments as whole matrices, with every parameter row by row."""

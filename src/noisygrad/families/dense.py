@@ -51,6 +51,9 @@ class Statistics(base.Statistics):
         """The second moment of per-example gradients `[..., B, n]`."""
         return cls(rows.mT @ rows / rows.shape[-2])
 
+    def determined(self, precision: Precision) -> Tensor:
+        return precision.trace(Prior(self.fisher, diagonal=False))
+
     def factorise(self, prior: Prior, damping: float = 0.0, mode: DampingMode = "factored") -> Precision:
         """P = F + Γ + γ_ex I; `mode` changes nothing, a matrix is always damped exactly."""
         if prior.diagonal:

@@ -55,8 +55,14 @@ class Statistics(base.Statistics):
     fisher: Tensor
 
     @torch.no_grad()
-    def add_floor_(self, floor: float) -> None:
+    def add_floor_(self, floor: Tensor | float) -> None:
         self.fisher.add_(floor)
+
+    def with_identity(self, share: Tensor | float) -> Self:
+        return dataclasses.replace(self, fisher=self.fisher * (1.0 - share) + share)
+
+    def determined(self, precision: Precision) -> Tensor:
+        return (self.fisher / precision.diagonal).sum(-1)
 
     def factorise(self, prior: Prior, damping: float = 0.0, mode: DampingMode = "factored") -> Precision:
         """P = f + Γ + γ_ex; `mode` changes nothing, a diagonal is always damped exactly."""

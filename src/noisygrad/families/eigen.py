@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -51,12 +51,21 @@ class Statistics(base.Statistics):
         return {"left": self.left, "right": self.right, "fisher": self.fisher}
 
     @torch.no_grad()
-    def add_floor_(self, floor: float) -> None:
+    def add_floor_(self, floor: Tensor | float) -> None:
         """In place: F + floor · I, exact for an isotropic prior; otherwise I is replaced by its diagonal in the basis.
 
         A and S, which only determine the next bases, stay as they are.
         """
-        self.fisher.add_(_squared_lengths(self.left, self.right), alpha=floor)
+        self.fisher.add_(_squared_lengths(self.left, self.right) * floor)
+
+    def with_identity(self, share: Tensor | float) -> Self:
+        """R + share · (I's diagonal in the basis − R); the bases, and what determines them, stay as they are."""
+        squared_lengths = _squared_lengths(self.left, self.right)
+        return dataclasses.replace(self, fisher=self.fisher * (1.0 - share) + squared_lengths * share)
+
+    def determined(self, precision: kronecker.Precision) -> Tensor:
+        assert precision.spectrum is not None
+        return (self.fisher / precision.spectrum).sum((-2, -1))
 
     @torch.no_grad()
     def refresh_basis_(self, prior: Prior) -> None:

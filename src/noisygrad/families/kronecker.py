@@ -46,6 +46,13 @@ class Statistics(base.Statistics):
         """Those of A and S."""
         return self.inputs.diagonal(dim1=-2, dim2=-1), self.outputs.diagonal(dim1=-2, dim2=-1)
 
+    def determined(self, precision: Precision) -> Tensor:
+        inverse_s, inverse_a = precision.inverse_left, precision.inverse_right
+        if inverse_s is not None and inverse_a is not None:
+            return (inverse_s * self.outputs).sum((-2, -1)) * (inverse_a * self.inputs).sum((-2, -1))
+        fisher = Prior(self.inputs, self.outputs, diagonal=False)
+        return fisher.trace(precision.left, precision.right, precision.spectrum)
+
     def factorise(self, prior: Prior, damping: float = 0.0, mode: DampingMode = "factored") -> Precision:
         """P = S ⊗ A + Γ + γ_ex I, by equation (11) ("factored") or in the eigenbasis ("exact")."""
         prior = with_damping(prior, damping)

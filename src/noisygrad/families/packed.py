@@ -44,9 +44,15 @@ class Statistics(base.Statistics):
         return triangles.diagonal(self.inputs), triangles.diagonal(self.outputs)
 
     @torch.no_grad()
-    def add_floor_(self, floor: float) -> None:
+    def add_floor_(self, floor: Tensor | float) -> None:
         scale = triangles.diagonal(self.inputs).mean(-1, keepdim=True)
         triangles.add_to_diagonal_(self.outputs, floor / scale.clamp(min=torch.finfo(scale.dtype).tiny))
+
+    def with_identity(self, share: Tensor | float) -> Self:
+        return self.of(self.unpacked().with_identity(share))
+
+    def determined(self, precision: kronecker.Precision) -> Tensor:
+        return self.unpacked().determined(precision)
 
     def factorise(
         self, prior: factors.Prior, damping: float = 0.0, mode: DampingMode = "factored"

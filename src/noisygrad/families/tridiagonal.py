@@ -29,6 +29,10 @@ __all__ = ["TRIDIAGONAL", "Precision", "Prior", "Statistics", "Tridiagonal", "da
 class Statistics(Blocks, base.Statistics):
     """A_i and S_i of every layer; Ax_i = E[a_i a_{i+1}ᵀ] and Gx_i = E[g_i g_{i+1}ᵀ] of every consecutive pair."""
 
+    def determined(self, precision: Precision) -> Tensor:
+        moments = (self.inputs, self.outputs, self.cross_inputs, self.cross_outputs)
+        return precision.trace(Prior(*moments, diagonal=False))
+
     def factorise(self, prior: Prior, damping: float = 0.0, mode: DampingMode = "factored") -> Precision:
         """P with the blocks of F + Γ + γ_ex I, each damped by equation (11); couplings in proportion."""
         if mode == "exact":

@@ -41,7 +41,8 @@ def assemble(
         structure.blocks,
         priors.scaled(units),
         damping_mode=options.damping_mode,
-        start=options.fisher_start,
+        safeguard=options.safeguard,
+        most_noise=None if options.noise_limit is None else 2.0 * options.noise_limit / units,
         floor=options.fisher_floor,
         ranks=ranks,
     )

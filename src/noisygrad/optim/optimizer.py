@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from noisygrad.algorithm.fisher import FisherStart
+from noisygrad.algorithm.start import Safeguard
 from noisygrad.curvature.capture import not_compiled, unwrapped
 from noisygrad.curvature.fisher import FisherKind
 from noisygrad.distributed import Group, Ranks
@@ -52,8 +52,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
         damping_mode: how a Kronecker block adds the prior: "factored" (eq. 11) or "exact" (eigenbasis, slower).
         fisher_decay: 1 − β̃, or a function from the step to it.
         fisher_floor: added to the diagonal of the Fisher, as measured: bounds the noise where the Fisher vanishes.
-        fisher_start: what becomes of the identity that the Fisher starts from: "forgotten" as soon as there are
-            statistics, or "fading" as `fisher_decay` lets it, which gives a deep network a gentle start.
+        safeguard: how the identity fades that steadies the first draws and steps: "brief" or, slower, "fading".
+        noise_limit: nats for each example that draws may cost; bounds the noise of networks large for their data.
         momentum: decay of the moving average of gradients, or of the velocity.
         momentum_mode: "average" (before preconditioning, bias-corrected) or "heavy_ball" (after clipping).
         stats_every: T_stats, steps between statistics; None for the family's own default.
@@ -93,7 +93,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
         damping: float = 0.0,
         damping_mode: DampingMode = "factored",
         fisher_decay: Schedule = 0.99,
-        fisher_start: FisherStart = "forgotten",
+        safeguard: Safeguard = "brief",
+        noise_limit: float | None = None,
         fisher_floor: float = 0.0,
         momentum: float = 0.9,
         momentum_mode: str = "average",
@@ -115,7 +116,8 @@ class NoisyOptimizer(torch.optim.Optimizer):
             num_data=num_data,
             kl_weight=kl_weight,
             fisher_decay=fisher_decay,
-            fisher_start=fisher_start,
+            safeguard=safeguard,
+            noise_limit=noise_limit,
             fisher_floor=fisher_floor,
             stats_every=self.default_stats_every if stats_every is None else stats_every,
             factor_every=self.default_factor_every if factor_every is None else factor_every,

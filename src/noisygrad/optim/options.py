@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
-from noisygrad.algorithm.fisher import FisherStart
+from noisygrad.algorithm.start import Safeguard
 from noisygrad.algorithm.step import MOMENTUM_MODES, is_early, refresh_due
 from noisygrad.curvature.fisher import FisherKind
 from noisygrad.distributed import sharded_parameters
@@ -34,7 +34,9 @@ class Options:
     """λ"""
     fisher_decay: Schedule
     """1 − β̃"""
-    fisher_start: FisherStart
+    safeguard: Safeguard
+    noise_limit: float | None
+    """What draws may cost, in nats for each example"""
     fisher_floor: float
     """Added to the diagonal of the Fisher that is measured"""
     stats_every: int
@@ -65,7 +67,9 @@ class Options:
         one_of("momentum_mode", self.momentum_mode, MOMENTUM_MODES)
         one_of("fisher", self.fisher, get_args(FisherKind))
         one_of("fisher_pass", self.fisher_pass, get_args(FisherPass))
-        one_of("fisher_start", self.fisher_start, get_args(FisherStart))
+        one_of("safeguard", self.safeguard, get_args(Safeguard))
+        if self.noise_limit is not None:
+            positive("noise_limit", self.noise_limit)
         one_of("damping_mode", self.damping_mode, get_args(DampingMode))
         not_negative("fisher_floor", self.fisher_floor)
         self.decay_at(1)

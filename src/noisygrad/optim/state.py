@@ -178,6 +178,8 @@ class OptimizerState:
             _Vector("mean", mean, structure),
             _Vector("prior_mean", self.priors.mean, structure, is_prior=True),
             _Record(0, "updates", _Single(covariance.fisher.updates)),
+            _Record(0, "seen", _Single(covariance.fisher.seen)),
+            _Record(0, "bound", _Single(covariance.bound)),
         ]
         for name, tensor in momentum.tensors().items():
             like_weights = tensor.shape == mean.shape
@@ -203,7 +205,7 @@ class OptimizerState:
 
     def _settings(self) -> dict[str, Any]:
         """What the meaning of the tensors hangs on."""
-        names = ("num_data", "kl_weight", "damping_mode", "fisher_start", "momentum_mode")
+        names = ("num_data", "kl_weight", "damping_mode", "safeguard", "momentum_mode")
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.parts.likelihood.config().items())
         return {name: getattr(self.parts.options, name) for name in names} | {
             "likelihood": f"{type(self.parts.likelihood).__name__}({arguments})"

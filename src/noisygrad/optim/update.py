@@ -187,7 +187,7 @@ class Update:
         mask = self._watched(found, None if self.ranks.active else found.loss, scaling, weight)
         if found.statistics:
             self.measurement.warn_uncalled_layers(found)
-            self._fisher.prepare(found.statistics, rate, mask=found.used_by_ranks(mask))
+            self._fisher.prepare(found.statistics, rate, mask=found.used_by_ranks(mask), used=found.units)
             found.statistics = {}
         if self.options.factors_due(step):
             self.guard.check()

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from noisygrad.algorithm.covariance import Covariance
-from noisygrad.algorithm.fisher import FisherStart
+from noisygrad.algorithm.start import Safeguard
 from noisygrad.algorithm.step import NoisyNaturalGradient
 from noisygrad.curvature.passes import MatrixPass
 from noisygrad.families import FAMILIES, family_named
@@ -47,7 +47,7 @@ class NoisySettings:
     mc_samples: int = 10
     factor_every: int = 1  # T_inv
     damping_mode: DampingMode = "factored"
-    fisher_start: FisherStart = "forgotten"
+    safeguard: Safeguard = "brief"
     """Whether the identity that the Fisher starts from is forgotten at once (`docs/conventions.md`), or fades only at
     the rate β̃, as in the released code: a long start with small steps, without which large sets can diverge."""
     noise: bool = True
@@ -65,7 +65,7 @@ class NoisySettings:
         not_negative("damping", self.damping)
         one_of("family", self.family, FAMILIES)
         one_of("damping_mode", self.damping_mode, family_named(self.family).damping_modes)
-        one_of("fisher_start", self.fisher_start, get_args(FisherStart))
+        one_of("safeguard", self.safeguard, get_args(Safeguard))
 
     def learner(
         self, network: Perceptrons, likelihood: Gaussian, *, num_data: int, generators: Sequence[torch.Generator]
@@ -122,7 +122,7 @@ class NoisyLearner(VariationalLearner):
             blocks,
             self._priors,
             damping_mode=settings.damping_mode,
-            start=settings.fisher_start,
+            safeguard=settings.safeguard,
             lean=False,
             repeated=settings.factor_every > 1,
         )

@@ -29,7 +29,7 @@ TUNING = "convergence-tuning"
 DATA = ("boston", "concrete")
 """The paper does not say which two of its sets its figure shows."""
 
-_FOLLOWING = {"fisher_start": "forgotten", "fisher_decay": 0.99}
+_FOLLOWING = {"safeguard": "brief", "fisher_decay": 0.99}
 """What is measured here is how soon a method gets there. With the regression table's settings that is how soon the
 moving average of the Fisher forgets: it holds the identity that it starts from, and later the Fisher of a poor fit, for
 a thousand iterations. Here it forgets its start at once, and everything else within a hundred."""

@@ -31,7 +31,7 @@ Config = dict[str, Any]
 METHODS = ("SGD", "K-FAC", "K-FAC+WD", "BBB", "noisy-Adam", "noisy-K-FAC")
 _CIFAR_PRIOR = {"plain": (0.5, 0.1, 1e-3), "D": (0.1, 0.1, 1e-3), "B": (0.5, 1.0, 1e-2), "D+B": (0.1, 1.0, 1e-2)}
 """λ, η and the trust region c₀ of the released configurations."""
-_FISHER = ("fisher_decay", "fisher_start", "fisher_floor", "stats_every", "factor_every")
+_FISHER = ("fisher_decay", "safeguard", "fisher_floor", "stats_every", "factor_every")
 _GIVEN = ("lr", "kl_weight", "damping", "momentum", "noise", *_FISHER)
 """Settings that an optimiser is given under their own names."""
 
@@ -51,7 +51,7 @@ def settings(method: str, configuration: str) -> Config:
         )
     kl_weight, prior_variance, clip = _CIFAR_PRIOR[configuration]
     natural: Config = {"lr": 0.01, "lr_drops": [], "momentum": 0.9, "damping": 1e-3, "kl_weight": kl_weight}
-    natural |= {"fisher_decay": 0.99, "fisher_start": "fading", "stats_every": 10, "factor_every": 200}
+    natural |= {"fisher_decay": 0.99, "safeguard": "fading", "stats_every": 10, "factor_every": 200}
     natural |= {"kl_clip": clip, "kl_clip_decay": 0.95, "prior_variance": prior_variance}
     natural |= {"noise": True, "test_samples": 10}
     if method == "SGD":
@@ -85,7 +85,7 @@ class ImageProblem:
 _SHORT: dict[str, Config] = {
     "SGD": {"lr": 0.05},
     "BBB": {"lr": 1e-3, "initial_std": 0.01},
-    **{method: {"fisher_start": "forgotten"} for method in ("K-FAC", "K-FAC+WD", "noisy-Adam", "noisy-K-FAC")},
+    **{method: {"safeguard": "brief"} for method in ("K-FAC", "K-FAC+WD", "noisy-Adam", "noisy-K-FAC")},
 }
 """A shallow network bears larger steps, and a short training would end before the Fisher's start has faded."""
 _CHOSEN: dict[tuple[str, str], Config] = {

@@ -98,7 +98,7 @@ def _noisy(
 ) -> Method:
     # As released, but for the trust region. It shortens fewer than one step in a hundred, in the first epochs; without
     # it some replicas diverge on protein. Chosen by the ELBO of the training data.
-    chosen = NoisySettings(fisher_start="fading", kl_clip=1e-3, **settings)
+    chosen = NoisySettings(safeguard="fading", kl_clip=1e-3, **settings)
 
     def config(problem: Problem) -> Config:
         prior = None if noise_prior is None else list(noise_prior)

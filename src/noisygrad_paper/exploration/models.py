@@ -17,7 +17,7 @@ def _as_released(name: str) -> DynamicsSettings:
     fit = GENERAL[name].fit
     assert isinstance(fit, NoisySettings)
     # The released code's likelihood is a mean over the batch for NNG, so that N is its number of batches.
-    slow = dataclasses.replace(fit, lr=0.01, fisher_start="fading", kl_clip=None, factor_every=1)
+    slow = dataclasses.replace(fit, lr=0.01, safeguard="fading", kl_clip=None, factor_every=1)
     return DynamicsSettings(fit=slow, num_data=5, noise_std=5.0)
 
 

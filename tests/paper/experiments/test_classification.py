@@ -352,7 +352,7 @@ def test_scores_by_the_number_of_draws(monkeypatch: pytest.MonkeyPatch) -> None:
         ("BBB", {"test_samples": 0}),
         ("noisy-Adam", {"kl_clip_decay": -0.9}),
         ("noisy-K-FAC", {"prior_variance": -1}),
-        ("noisy-K-FAC", {"fisher_start": "never"}),
+        ("noisy-K-FAC", {"safeguard": "never"}),
     ],
 )
 def test_an_impossible_value_is_refused_before_anything_starts(method: str, changes: dict[str, object]) -> None:
