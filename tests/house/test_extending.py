@@ -9,7 +9,6 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -50,7 +49,8 @@ def run(section: str, known: dict[str, Any] | None = None) -> dict[str, Any]:
     module = types.ModuleType("extending")
     names = vars(module)
     names.update(known or {})
-    with mock.patch.dict(sys.modules, {"extending": module}):  # where dataclasses look for their module
+    with pytest.MonkeyPatch.context() as patch:  # mock.patch.dict would take away what is imported inside
+        patch.setitem(sys.modules, "extending", module)  # where dataclasses look for their module
         for number, block in enumerate(blocks(section)):
             exec(compile(block, f"{PAGE.name}, {section}, block {number + 1}", "exec"), names)
     return names

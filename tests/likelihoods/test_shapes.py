@@ -11,7 +11,7 @@ import noisygrad as ng
 
 CASES = {
     "one number for classes": (ng.Categorical, [6], [6], torch.int64, "one unit for each class.*Bernoulli"),
-    "one logit for classes": (ng.Categorical, [6, 1], [6], torch.int64, "one unit for each class.*Bernoulli"),
+    "one logit for two classes": (ng.Categorical, [6, 1], [6], torch.int64, "one unit for each class.*Bernoulli"),
     "labels as floats, with a dimension": (ng.Categorical, [6, 3], [6, 1], torch.float32, r"target\.squeeze\(-1\)"),
     "one-hot labels": (ng.Categorical, [6, 3], [6, 3], torch.int64, r"not one-hot.*target\.argmax\(-1\)"),
     "probabilities of classes": (ng.Categorical, [6, 3], [6, 3], torch.float32, r"target\.argmax\(-1\)"),
@@ -40,7 +40,7 @@ CASES = {
 def test_both_shapes_are_named(case: str) -> None:
     kind, output, target, dtype, advice = CASES[case]
     with pytest.raises(ValueError, match=advice) as caught:
-        kind().check(torch.zeros(output), torch.zeros(target, dtype=dtype))
+        kind().check(torch.zeros(output), torch.ones(target, dtype=dtype))
     found = re.findall(r"\[[\d, ]*\]", str(caught.value))
     assert str(output) in found
     assert str(target) in found

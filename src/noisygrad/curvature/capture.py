@@ -28,6 +28,7 @@ from noisygrad.kernels.switches import Switch
 FEATURES_LAST = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
 """Layers whose inputs may have the batch in the first or in the second dimension."""
 WITH_POSITIONS = (*FEATURES_LAST, nn.MultiheadAttention)
+"""Layers whose inputs may be the positions of a single example."""
 
 not_compiled = _disable_dynamo
 """`torch.compiler.disable`, but torch's compiler is imported when the function is first called, not when it is made."""

@@ -13,6 +13,11 @@ from torch import Tensor
 from noisygrad.likelihoods.base import Likelihood, widened
 from noisygrad.predictions import CategoricalPrediction
 
+_ADVICE = (
+    "Give the last layer one unit for each class; a single logit for two classes is Bernoulli's, with targets 0.0 and "
+    "1.0 of the output's shape."
+)
+
 
 class Categorical(Likelihood):
     """Logits `[*replicas, batch, *positions, classes]`, int64 labels `[*replicas, batch, *positions]`.
@@ -70,11 +75,9 @@ class Categorical(Likelihood):
 
     def target_shape(self, output: Tensor) -> torch.Size:
         """The output's shape without its last dimension, the classes."""
-        if self.event_dims(output) == 0 or output.shape[-1] == 1:
+        if self.event_dims(output) == 0:
             raise ValueError(
-                f"Categorical: the output must end in a dimension of classes, two at least; got shape "
-                f"{list(output.shape)}. Give the last layer one unit for each class; a single logit for two classes is "
-                "Bernoulli's, with targets 0.0 and 1.0 of the output's shape."
+                f"Categorical: the output must end in a dimension of classes; got shape {list(output.shape)}. {_ADVICE}"
             )
         weights = self._class_weights
         if weights is not None and output.shape[-1] != len(weights):
@@ -102,6 +105,8 @@ class Categorical(Likelihood):
     def _value_advice(self, output: Tensor, target: Tensor) -> str:
         least = int(target.min())
         advice = "Renumber them, or widen the last layer."
+        if output.shape[-1] == 1:
+            advice = f"The output is of shape {list(output.shape)}, the target {list(target.shape)}. {_ADVICE}"
         if least < 0 and bool(((target == least) | (target >= 0)).all()):
             advice += f" If {least} marks positions that do not count, use Categorical(ignore_index={least})."
         return (
