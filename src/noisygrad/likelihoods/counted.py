@@ -43,6 +43,12 @@ class Counted:
         counts = self.weight > 0 if self.inside is None else self.inside
         return counts.flatten(self.lead + 1) if counts.dim() > self.lead + 1 else None
 
+    def parts_per_example(self) -> Tensor:
+        """How many parts count, on average over examples of which any does."""
+        counts = self.weight.flatten(self.lead + 1) > 0 if self.weight.dim() > self.lead + 1 else self.weight > 0
+        examples = counts.any(-1) if counts.dim() > self.lead + 1 else counts
+        return counts.sum() / examples.sum().clamp_min(1)
+
     def first(self, kept: int) -> Counted:
         """That of the first examples."""
         inside = None if self.inside is None else self.inside.narrow(self.lead, 0, kept)

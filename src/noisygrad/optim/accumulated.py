@@ -44,6 +44,8 @@ class LossCall:
     """How many backward passes they are the mean of."""
     noise: Tensor | None = None
     """The likelihood's own statistic."""
+    parts: float | Tensor = 1.0
+    """How many parts of its targets, such as positions, count of an example."""
     witness: Tensor | None = None
     """None where the factor is 1."""
 
@@ -67,6 +69,8 @@ class Accumulated:
     loss: Tensor | None = None
     weight: float | Tensor = 0.0
     """Σ over forward passes of the factor: the gradient divided by it is the mean over losses."""
+    parts: float | Tensor = 0.0
+    """Σ over losses of the weight of the forward pass × the parts of a target that count of an example."""
     negative: bool = False
     """Whether a factor was; on a device that is not waited for it makes the weight NaN."""
     infinite: bool = False
@@ -147,6 +151,10 @@ class Accumulated:
         """The mean of the losses, if there was one."""
         return self.loss if self.loss is None or self.calls == 1 else self.loss / self.calls
 
+    def parts_per_example(self) -> float | Tensor:
+        """How many parts of its targets count of an example, on average: what a trust region grows with."""
+        return self.parts / self.weight if isinstance(self.weight, Tensor) or self.weight else 1.0
+
     def check_complete(self) -> None:
         """Raise where there is nothing to make a step of, or where statistics are missing."""
         if self.draws == 0:
@@ -200,6 +208,8 @@ class Accumulated:
         factors = [self._factor_of(head) for head in heads]
         weight = reduce(_larger, factors)
         self.weight = self.weight + weight
+        for head in heads:
+            self.parts = self.parts + weight * head.parts
         for head, factor in zip(heads, factors, strict=True):
             if head.noise is not None:
                 noise = head.noise * factor
@@ -251,10 +261,10 @@ class Accumulated:
         """
         assert self.weights is not None
         self.weights = self.weights.clone()
-        counts = self.weights.new_zeros(5)
-        numbers = (self.weight, self.fisher_weight, self.noise_weight, float(self.negative), float(self.infinite))
+        counts = self.weights.new_zeros(6)
+        numbers = (self.weight, self.parts, self.fisher_weight, self.noise_weight, self.negative, self.infinite)
         for place, number in zip(counts, numbers, strict=True):
-            place.copy_(number) if isinstance(number, Tensor) else place.fill_(number)
+            place.copy_(number) if isinstance(number, Tensor) else place.fill_(float(number))
         noise = [] if self.noise is None else [self.noise]
         sums = []
         if self.expected_statistics:
@@ -264,10 +274,12 @@ class Accumulated:
             sums = [tensor for s in self.statistics.values() for tensor in s.averages().values()]
         ranks.sum_([self.weights, *sums, counts, *noise, *others])
         self.weights /= ranks.size
-        weight, self.fisher_weight, self.noise_weight, negative, infinite = counts.unbind()
+        weight, parts, self.fisher_weight, self.noise_weight, negative, infinite = counts.unbind()
         for tensor in sums:
             tensor.div_(self.fisher_weight.clamp_min(TINY))
-        self.weight = weight / ranks.size if self.deferred else weight.item() / ranks.size
+        self.weight, self.parts = (
+            each / ranks.size if self.deferred else each.item() / ranks.size for each in (weight, parts)
+        )
         if not self.deferred:
             self.negative, self.infinite = bool(negative), bool(infinite)
 

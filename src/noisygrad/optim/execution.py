@@ -181,6 +181,8 @@ class DeviceScalars:
         self.rate = like.new_zeros(())
         """1 − `fisher_decay`."""
         self.loss = like.new_zeros(())
+        self.parts = like.new_ones(())
+        """What the trust region is multiplied by."""
         self.weight = like.new_zeros(())
         """What the gradient is divided by."""
         self.mask = like.new_zeros(())
@@ -201,6 +203,11 @@ class DeviceScalars:
             self.clip = self._like.new_zeros(()) if self.clip is None else self.clip
             self._send("clip", self.clip, clip)
         self._send("rate", self.rate, rate)
+
+    @property
+    def scaled_clip(self) -> Tensor | None:
+        """The trust region of a step."""
+        return None if self.clip is None else self.clip * self.parts
 
     def _send(self, name: str, tensor: Tensor, value: float) -> None:
         if self._known.get(name) != value:

@@ -96,6 +96,7 @@ class BatchMeasurement:
             self.warn_num_data(f"a batch has {rows} examples")
         with without_autocast(device):
             call = accumulated.begin_call(output, counted)
+            call.parts = self._parts(target, counted)
             return accumulated.add_call(
                 call, self._loss(accumulated, call, capture, output, target, nll), observe=observe
             )
@@ -123,6 +124,13 @@ class BatchMeasurement:
         if capture is not None:  # until then another head may need what was recorded
             loss.register_hook(lambda gradient: capture.release())
         return loss
+
+    def _parts(self, target: Tensor, counted: Counted | None) -> float | Tensor:
+        """How many parts of its targets count of an example, on average."""
+        if counted is None:
+            return target.numel() / target.shape[: len(self.likelihood.replicas) + 1].numel()
+        parts = counted.parts_per_example()
+        return parts if self.guard.deferred else parts.item()
 
     def warn_num_data(self, seen: str) -> None:
         """Warn, once, that the training set is larger than was said; accumulation and draws may repeat examples."""

@@ -107,7 +107,7 @@ class Update:
         if self.ranks.active:
             scaling = self._share(step, found, scaling)
         found.check_weight(skipped=scaling.found_inf is not None)
-        weight = found.weight
+        weight, parts = found.weight, found.parts_per_example()
         loss = found.mean_loss()
         if self.executor.deferred:
             # As tensors, so that a step that is recorded now reads the numbers of the step that replays it.
@@ -115,6 +115,7 @@ class Update:
             scalars.set(self.groups.settings, clip, 1.0 - decay)
             if loss is not None:
                 scalars.loss.copy_(loss)
+            scalars.parts.copy_(parts) if isinstance(parts, Tensor) else scalars.parts.fill_(parts)
             if isinstance(weight, Tensor):
                 weight = scalars.weight.copy_(weight)
             if self._is_plain(step, found, scaling):
@@ -126,11 +127,11 @@ class Update:
             mask = self._watch_and_measure(step, found, scaling, weight, scalars.rate, between)
             assert mask is not None
             scalars.mask.copy_(mask)
-            work = lambda: self._move(scalars.groups, scalars.clip, scalars.mask)  # noqa: E731
+            work = lambda: self._move(scalars.groups, scalars.scaled_clip, scalars.mask)  # noqa: E731
             self._run(step, "move", work)
         else:
             mask = self._watch_and_measure(step, found, scaling, float(weight), 1.0 - decay, between)
-            self._written = self._next(self.groups.settings, clip, mask)
+            self._written = self._next(self.groups.settings, None if clip is None else clip * parts, mask)
             if loss is not None:
                 self.guard.divergence.add(step, loss, self._written[1][-len(self.groups.parts) :])
             if self._fisher.prepared is not None:
@@ -231,7 +232,7 @@ class Update:
     def _watch_and_move(self, step: int, found: Accumulated, scaling: Scaling, weight: float | Tensor) -> None:
         self.guard.divergence.add(step, self.scalars.loss)
         mask = self._watched(found, self.scalars.loss, scaling, weight)
-        self._move(self.scalars.groups, self.scalars.clip, mask)
+        self._move(self.scalars.groups, self.scalars.scaled_clip, mask)
 
     def _move(self, settings: Sequence[Mapping[str, Any]], clip: float | Tensor | None, mask: Tensor | None) -> None:
         write_(self._next(settings, clip, mask))
