@@ -1,0 +1,6 @@
+"""The suite's package is imported as the command imports it."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
