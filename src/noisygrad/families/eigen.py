@@ -69,9 +69,11 @@ class Statistics(base.Statistics):
 
     @torch.no_grad()
     def refresh_basis_(self, prior: Prior) -> None:
-        """In place: new bases from A and S as they are now, and R as the diagonal of the old model in the new bases.
+        """In place: new bases from A and S as they are now, and R as they say, with what R has shown beyond them.
 
-        The trace of F̄ in the prior's metric, tr(Γ⁻¹ F̄) = Σ R, is preserved. This reads on the host, so it cannot be
+        In the new bases S ⊗ A is diagonal: s aᵀ. To it comes how much R differs, in the old bases, from the diagonal of
+        S ⊗ A there, as it is seen in the new ones. So what R has averaged in bases that have turned since does not
+        blur it: where S ⊗ A is the Fisher, R is s aᵀ. This reads on the host, so it cannot be
         part of a CUDA graph. Raises FactorisationError where something is not finite or cannot be decomposed, and
         ValueError where the bases belong to another prior; then nothing has changed.
         """
@@ -82,9 +84,12 @@ class Statistics(base.Statistics):
         right = _eigenvectors(self.inputs, columns, prior.diagonal, old_right)
         # M = L_newᵀ Γ L_old is a rotation from the old basis to the new one, of which R takes the squares.
         turn_left, turn_right = matmul(left.mT, old_left).square_(), matmul(right.mT, old_right).square_()
-        fisher = matmul(matmul(turn_left, self.fisher), turn_right.mT)
-        self.left.copy_(_times(rows, left, prior.diagonal))
-        self.right.copy_(_times(columns, right, prior.diagonal))
+        beyond = self.fisher - _model(self.left, self.outputs, self.right, self.inputs)
+        new_left, new_right = _times(rows, left, prior.diagonal), _times(columns, right, prior.diagonal)
+        model = _model(new_left, self.outputs, new_right, self.inputs)
+        fisher = (model + matmul(matmul(turn_left, beyond), turn_right.mT)).clamp_(min=0.0)
+        self.left.copy_(new_left)
+        self.right.copy_(new_right)
         self.fisher.copy_(fisher)
 
     def factorise(self, prior: Prior, damping: float = 0.0, mode: DampingMode = "factored") -> Precision:
@@ -178,6 +183,12 @@ def _identity_basis(factor: Tensor, diagonal: bool) -> Tensor:
 def _squared_lengths(left: Tensor, right: Tensor) -> Tensor:
     """The diagonal of (L ⊗ V)ᵀ (L ⊗ V), the identity's in the basis, `[..., out, in]`."""
     return left.square().sum(-2)[..., :, None] * right.square().sum(-2)[..., None, :]
+
+
+def _model(left: Tensor, outputs: Tensor, right: Tensor, inputs: Tensor) -> Tensor:
+    """The diagonal of (L ⊗ V)ᵀ (S ⊗ A) (L ⊗ V), `[..., out, in]`."""
+    rows, columns = ((side * matmul(moment, side)).sum(-2) for side, moment in ((left, outputs), (right, inputs)))
+    return rows[..., :, None] * columns[..., None, :]
 
 
 def _check(spectrum: Tensor, left: Tensor, right: Tensor, damping: float) -> None:
