@@ -12,8 +12,8 @@ from torch import Tensor
 from noisygrad.algorithm import stacks
 from noisygrad.algorithm.block_factors import BlockFactors
 from noisygrad.algorithm.fisher import FisherAverage
-from noisygrad.algorithm.start import Safeguard, identity_share
 from noisygrad.algorithm.stacks import Stack, Stacks, can_stack
+from noisygrad.algorithm.start import Safeguard, identity_share
 from noisygrad.distributed import Ranks
 from noisygrad.families import packed
 from noisygrad.families.base import DampingMode, Precision, Prior, Statistics
@@ -24,6 +24,8 @@ from noisygrad.kernels.tensors import Backup
 from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.faults import named_error, warn_repaired
 
+LARGEST_BOUND = 0.3
+"""What bounds the noise of networks that are large for their data, in units of the Fisher of an example."""
 SMALL = 1 << 15
 """Up to this many weights a gather of all of them is faster than views and copies of every layer."""
 
@@ -35,7 +37,8 @@ class Covariance:
         priors: Γ of each block, by name.
         safeguard: How the identity fades that steadies the first draws and steps.
         floor: Added to the diagonal of the Fisher as it is measured.
-        most_noise: What draws may cost at most, in units of the number of data over λ; None for no bound.
+        most_determined: How many weights the data may determine, for each part of a target, before noise is bounded:
+            draws cost half as many nats, over all data. None for no bound.
         ranks: The processes that share the work of a refresh.
         lean: Whether to keep only what draws and steps need, in bands where that saves memory; else whole precisions,
             which know their log-determinant.
@@ -50,7 +53,7 @@ class Covariance:
         damping_mode: DampingMode,
         safeguard: Safeguard = "brief",
         floor: float = 0.0,
-        most_noise: float | None = None,
+        most_determined: float | None = None,
         ranks: Ranks | None = None,
         lean: bool = True,
         repeated: bool = True,
@@ -59,9 +62,13 @@ class Covariance:
         self.priors = priors
         self.fisher = FisherAverage(self.blocks, priors, floor=floor)
         self.statistics = self.fisher.statistics
-        self._safeguard, self._most_noise = safeguard, most_noise
-        self.bound = self.fisher.moments.new_full((), 0.0 if most_noise is None else 1.0)
-        """A floor under the Fisher, as draws, steps and the posterior have it, so that noise costs no more than it may."""
+        self._safeguard, self._most_determined = safeguard, most_determined
+        self.bound = self.fisher.moments.new_full((), 0.0 if most_determined is None else LARGEST_BOUND)
+        """A floor under the Fisher, as draws, steps and the posterior have it, where noise would cost too much."""
+        self.parts: float | Tensor = 1.0
+        """How many parts of its targets, such as positions, count of an example."""
+        self.epochs = 0.0
+        """How often the data were seen since the last refresh."""
         self._determined = self.fisher.moments.new_zeros(())
         self.factors: dict[str, BlockFactors] = {}
         self.generation = 0
@@ -233,7 +240,7 @@ class Covariance:
         """P = F̄ + Γ for draws and P + γ_ex I for steps; `together` makes both at once, in more memory."""
         measured = statistics
         statistics = statistics.with_identity(self.identity_share)
-        if self._most_noise is not None:
+        if self._most_determined is not None:
             statistics.add_floor_(self.bound)
         if block.noise and damping == 0.0:
             precision = statistics.factorise(prior, 0.0, self._mode).drop_terms()
@@ -261,17 +268,18 @@ class Covariance:
         return identity_share(self._safeguard, self.fisher.updates, self.fisher.seen).reshape(())
 
     def _count_determined(self, measured: Statistics, precision: Precision) -> None:
-        if self._most_noise is not None:
+        if self._most_determined is not None:
             self._determined += measured.determined(precision).sum()
 
     def _adjust_bound_(self) -> None:
-        """Towards the least floor with which draws cost no more than they may, at most tenfold at a time."""
-        if self._most_noise is None:
+        """Down to where draws cost as much as they may, at most to half in an epoch, and back up."""
+        if self._most_determined is None:
             return
         if self._ranks.active:
             self._ranks.sum_([self._determined])
-        change = (self._determined / self._most_noise).clamp(0.1, 10.0)
-        self.bound.mul_(torch.where(self.fisher.updates > 0, change, 1.0).reshape(())).clamp_(min=self._least_bound)
+        change = (self._determined / (self._most_determined * self.parts)).clamp(0.5**self.epochs, 10.0)
+        changed = self.bound * torch.where(self.fisher.updates > 0, change, 1.0).reshape(())
+        self.bound.copy_(changed.clamp(self._least_bound, LARGEST_BOUND))
 
     def _store(self, block: Block, new: BlockFactors) -> None:
         old = self.factors.get(block.name)

@@ -69,6 +69,8 @@ class Accumulated:
     loss: Tensor | None = None
     weight: float | Tensor = 0.0
     """Σ over forward passes of the factor: the gradient divided by it is the mean over losses."""
+    examples: float = 0.0
+    """How many were seen, over draws and ranks."""
     parts: float | Tensor = 0.0
     """Σ over losses of the weight of the forward pass × the parts of a target that count of an example."""
     negative: bool = False
@@ -130,6 +132,7 @@ class Accumulated:
         """A loss that is about to be computed; whether it is a further one of an earlier forward pass is found out."""
         self._count_differentiated()
         call = LossCall(output.grad_fn, counted)
+        self.examples += len(output)
         call.first = self._first_head(call)
         if call.first is not None:
             call.first.further.append(call)

@@ -42,7 +42,7 @@ def assemble(
         priors.scaled(units),
         damping_mode=options.damping_mode,
         safeguard=options.safeguard,
-        most_noise=None if options.noise_limit is None else 2.0 * options.noise_limit / units,
+        most_determined=None if options.noise_limit is None else 2.0 * options.noise_limit / units,
         floor=options.fisher_floor,
         ranks=ranks,
     )

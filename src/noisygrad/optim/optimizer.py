@@ -310,6 +310,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
             num_data=self.options.num_data,
             kl_weight=self.options.kl_weight,
             damping_mode=self.options.damping_mode,
+            noise_bound=float(self.covariance.bound),
         )
 
     def register_with(self, graph: torch.cuda.CUDAGraph) -> None:

@@ -72,7 +72,7 @@ class Update:
         """The number of the step that is to be finished, or has been."""
         self._written: Written | None = None
         self.reduction = GradientReduction(self.ranks)
-        self._begun = False
+        self._begun, self._refreshed = False, 0
 
     def undo(self) -> None:
         """Everything as before the step, of which the mean has not moved."""
@@ -191,6 +191,9 @@ class Update:
             self._fisher.prepare(found.statistics, rate, mask=found.used_by_ranks(mask), used=found.units)
             found.statistics = {}
         if self.options.factors_due(step):
+            self.algorithm.covariance.parts = found.parts_per_example()
+            self.algorithm.covariance.epochs = (step - self._refreshed) * found.examples / self.options.num_data
+            self._refreshed = step
             self.guard.check()
             if not capturing():  # nothing can fail where nothing is looked at
                 self.guard.divergence.look(step)

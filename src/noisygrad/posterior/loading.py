@@ -27,6 +27,7 @@ HEADER: dict[str, tuple[type, ...]] = {
     "num_data": (int,),
     "kl_weight": (int, float),
     "damping_mode": (str,),
+    "noise_bound": (int, float),
     "likelihood": (dict,),
     "parameters": (dict,),
     "groups": (dict,),
@@ -49,6 +50,8 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: str | None = N
         raise ValueError(f"{path} is damaged: its header lacks {format_names(wrong)}")
     if header["num_data"] < 1 or not 0 < header["kl_weight"] < math.inf or header["damping_mode"] not in MODES:
         raise ValueError(f"{path} is damaged: num_data, kl_weight or damping_mode in its header make no sense")
+    if not 0 <= header["noise_bound"] < math.inf:
+        raise ValueError(f"{path} is damaged: noise_bound in its header makes no sense")
     if header["family"] not in FAMILIES:
         raise ValueError(
             f"{path} holds a posterior of the family {header['family']!r}, which this noisygrad has not; "
@@ -109,6 +112,7 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: str | None = N
         num_data=header["num_data"],
         kl_weight=header["kl_weight"],
         damping_mode=header["damping_mode"],
+        noise_bound=header["noise_bound"],
     )
 
 

@@ -55,10 +55,13 @@ class Posterior:
         num_data: int,
         kl_weight: float,
         damping_mode: DampingMode,
+        noise_bound: float = 0.0,
     ) -> None:
         self.model = model
         self.likelihood = copy.deepcopy(likelihood)
         self.num_data, self.kl_weight, self.damping_mode = num_data, kl_weight, damping_mode
+        self.noise_bound = noise_bound
+        """A floor under the Fisher, which bounds the noise where it vanishes; 0 where the data determine the model."""
         self.structure, self.priors = structure, priors
         self.statistics = dict(statistics)
         self._mean = FlatWeights(structure, mean)
@@ -93,7 +96,11 @@ class Posterior:
     def _precision(self, block: Block) -> Precision:
         try:
             with repairs() as found:
-                made = self.statistics[block.name].factorise(self._gammas[block.name], 0.0, self.damping_mode)
+                statistics = self.statistics[block.name]
+                if self.noise_bound:
+                    statistics = statistics.clone()
+                    statistics.add_floor_(self.noise_bound)
+                made = statistics.factorise(self._gammas[block.name], 0.0, self.damping_mode)
         except FactorisationError as error:
             raise named_error(error, block.units) from error
         if found:
@@ -382,6 +389,7 @@ class Posterior:
             "num_data": self.num_data,
             "kl_weight": self.kl_weight,
             "damping_mode": self.damping_mode,
+            "noise_bound": self.noise_bound,
             "likelihood": {"name": type(self.likelihood).__name__, "config": self.likelihood.config()},
             "parameters": {name: list(shape) for name, shape in self.structure.shapes.items()},
             "groups": {slot.parameter: b.group for b in blocks for u in b.units for slot in u.slots},
