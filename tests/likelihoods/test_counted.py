@@ -99,6 +99,25 @@ def test_noise_is_learned_from_what_counts() -> None:
         close(likelihood.noise_rate, 6 + 50 * error / 2, rtol=1e-3)
 
 
+@pytest.mark.parametrize("per_output", [False, True])
+@pytest.mark.parametrize("replicas", [(), (2,)])
+def test_noise_of_one_output_without_a_dimension_of_its_own(per_output: bool, replicas: tuple[int, ...]) -> None:
+    f, y, weight = normal(*replicas, 4), normal(*replicas, 4, seed=2), torch.tensor([1.0, 0.0, 2.0, 1.0])
+    weight = weight.double().expand(*replicas, 4)
+    found = []
+    for wide in (False, True):
+        likelihood = ng.Gaussian(per_output=per_output)
+        likelihood.bind(replicas, "cpu", torch.float64)
+        output, target = (t.unsqueeze(-1) if wide else t for t in (f, y))
+        for given in ({"weight": weight}, {"mask": weight > 0}):
+            counted, clean = likelihood.counted(output, target, **given)
+            found.append(likelihood.observe(output, clean, counted))
+    error = (weight * (f - y).square()).sum(-1, keepdim=True) / 4
+    close(found[0], torch.stack([error, torch.ones_like(error)]))
+    close(found[0], found[2])
+    close(found[1], found[3])
+
+
 def test_the_fisher_of_a_weighted_loss_is_its_generalised_gauss_newton_matrix() -> None:
     """Class weights: the second derivative of torch's weighted loss in the logits. Smoothing leaves it as it is."""
     logits, y = normal(3, 4), labels(3)
@@ -215,3 +234,34 @@ def test_a_mask_that_is_one_position_too_long_is_refused() -> None:
     """Of a shifted language model, whose mask was not shifted: else it would be taken for one of the inputs."""
     with pytest.raises(ValueError, match=r"mask must be of shape \[3\] or .*got \[3, 6\]"):
         loss(ng.Categorical(), normal(3, 5, 4), labels(3, 5), mask=torch.ones(3, 6).bool())
+
+
+def test_a_mask_of_outputs_or_of_inputs_whatever_their_sizes() -> None:
+    """Of outputs [batch, outputs], or with a 1 between; of the inputs [batch, positions, 1]."""
+    for likelihood, width in (LIKELIHOODS["Gaussian"], LIKELIHOODS["HeteroscedasticGaussian"]):
+        output, target = normal(3, width), normal(3, 2, seed=2)
+        missing = torch.tensor([[False, True], [True, True], [False, False]])
+        terms = likelihood.terms(output, target)
+        expected = -(terms[0, 1] + terms[1].sum()) / 2
+        close(loss(likelihood, output, target, mask=missing), expected)
+        close(loss(likelihood, output, target, mask=missing.unsqueeze(1)), expected)
+        for positions in (1, 2, 3):
+            inside = missing[:, :1].expand(3, positions)
+            close(loss(likelihood, output, target, mask=inside.unsqueeze(-1)), -terms[1].sum())
+            with pytest.raises(ValueError, match=r"\[3, 1, 2\] \(outputs; .*mask.unsqueeze\(-1\)\); got \[3, 4\]"):
+                loss(likelihood, output, target, mask=torch.ones(3, 4).bool())
+    for output, target in ((normal(3, 4), labels(3)), (normal(3, 2), labels(3, classes=2))):
+        for mask in (missing, missing.unsqueeze(-1)):  # of one label for each sequence
+            close(loss(ng.Categorical(), output, target, mask=mask), F.cross_entropy(output[:2], target[:2]))
+
+
+def test_positions_of_a_mask_of_outputs_are_those_of_the_targets() -> None:
+    gaussian = ng.Gaussian(noise_variance=0.3)
+    mask = torch.tensor([[[1, 0], [1, 1], [0, 0]], [[0, 0], [0, 1], [0, 0]]]).bool()
+    counted, _ = gaussian.counted(normal(2, 3, 2), normal(2, 3, 2), None, mask)
+    assert counted is not None
+    assert torch.equal(counted.positions, mask.any(-1))
+    counted, _ = gaussian.counted(normal(2, 2), normal(2, 2), None, mask[:, 0])
+    assert counted is not None
+    assert counted.positions is None
+    assert counted.has_parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -235,3 +236,126 @@ def test_layers_with_other_positions_than_the_mask(length: int) -> None:
             torch.testing.assert_close(
                 found[1][name].tensors()[key], tensor, msg=lambda m, n=f"{name} {key}": f"{n}: {m}"
             )
+
+
+class BehindAToken(nn.Module):
+    """Its layers see a token in front, and so have other positions than the mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.threshold = 0.0
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(self.first(F.pad(x, (0, 0, 1, 0), value=0.5)) - self.threshold)
+        return self.last(F.relu(self.middle(hidden)))[:, 1:]
+
+
+@each_optimizer
+@pytest.mark.parametrize("fisher", ["exact", "sampled", "empirical"])
+@pytest.mark.parametrize("way", ["dead", "zero"])
+def test_where_no_gradient_arrives_padding_has_no_part(kind: type[NoisyOptimizer], fisher: str, way: str) -> None:
+    """All units of a layer dead in one batch, or an output layer that starts at 0: its inputs are as they were."""
+    optimizers = []
+    for value in (0.0, 1000.0):
+        model = BehindAToken()
+        if way == "zero":
+            nn.init.zeros_(model.last.weight)
+        optimizer = kind(model, ng.Gaussian(), num_data=50, fisher=fisher, stats_every=1, seed=2, noise=False)
+        before = {name: s.unpacked().clone() for name, s in optimizer.covariance.statistics.items()}
+        for step in range(3):
+            x, y, keep = padded(6, step)
+            x = x.masked_fill(~keep.unsqueeze(-1), value)
+            model.threshold = 1e4 if (way, step) == ("dead", 1) else 0.0
+            optimizer.step(lambda model=model, x=x, y=y, keep=keep: (model(x), y, None, keep))
+            now = {name: s.unpacked().clone() for name, s in optimizer.covariance.statistics.items()}
+            if "first" in now and (way, step) in {("dead", 1), ("zero", 0)}:
+                assert torch.equal(now["first"].tensors()["inputs"], before["first"].tensors()["inputs"])
+                assert not torch.equal(now["first"].tensors()["outputs"], before["first"].tensors()["outputs"])
+            before = now
+        optimizers.append(optimizer)
+    one, other = optimizers
+    torch.testing.assert_close(one.weights.mean.flat, other.weights.mean.flat)
+    for name, statistics in one.covariance.statistics.items():
+        for key, tensor in statistics.averages().items():
+            torch.testing.assert_close(other.covariance.statistics[name].averages()[key], tensor)
+
+
+@pytest.mark.parametrize("fisher", ["exact", "empirical"])
+def test_inputs_of_attention_whatever_the_padding(fisher: str) -> None:
+    """A causal language model in which prompts have no labels: A of key and value, too."""
+    found = []
+    for longest in (4, 9):
+        torch.manual_seed(0)
+        table, attention, head = nn.Embedding(8, 4), nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 8)
+        model = nn.ModuleDict({"table": table, "attention": attention, "head": head}).double()
+        x, lengths = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 0]]), torch.tensor([[4], [3]])
+        x, keep = F.pad(x, (0, longest - 4)), torch.arange(longest) < lengths
+        label = x.masked_fill(~keep, -100)
+        label[:, 0] = -100
+        later = torch.ones(longest, longest, dtype=torch.bool).triu(1)
+
+        def closure(m=model, x=x, keep=keep, later=later, label=label):
+            q = m["table"](x)
+            mixed = m["attention"](q, q, q, key_padding_mask=~keep, attn_mask=later, need_weights=False)[0]
+            return m["head"](q + mixed), label
+
+        optimizer = ng.NoisyKFAC(
+            model, ng.Categorical(ignore_index=-100), num_data=9, fisher=fisher, noise=False, stats_every=1
+        )
+        optimizer.step(closure)
+        found.append(optimizer.covariance.statistics)
+    for name, statistics in found[0].items():
+        for key, tensor in statistics.tensors().items():
+            torch.testing.assert_close(found[1][name].tensors()[key], tensor)
+
+
+class Mean(nn.Module):
+    """Three numbers for each padded sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head = nn.Linear(3, 4).double(), nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor, keep: Tensor) -> Tensor:
+        weight = keep.unsqueeze(-1).double()
+        return self.head((self.inner(x).tanh() * weight).sum(1) / weight.sum(1))
+
+
+def sequences(length: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x, y = (torch.randn(2, 3, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+    keep = torch.arange(length) < torch.tensor([[3], [1]])
+    return F.pad(x, (0, 0, 0, length - 3), value=9.0), y[:, 0], keep
+
+
+@each_optimizer
+def test_a_mask_of_inputs_is_never_taken_for_one_of_outputs(kind: type[NoisyOptimizer]) -> None:
+    """Three outputs, and sequences that are three long by chance: as the same data padded to four."""
+    optimizers, losses = [], []
+    for length in (3, 4):
+        model, (x, y, keep) = Mean(), sequences(length)
+        optimizer = kind(model, ng.Gaussian(), num_data=9, fisher="exact", seed=0)
+        losses.append(
+            [float(optimizer.step(lambda m=model, x=x, y=y, k=keep: (m(x, k), y, None, k.unsqueeze(-1)))) for _ in "ab"]
+        )
+        optimizers.append(optimizer)
+    torch.testing.assert_close(losses[0], losses[1])
+    same(*optimizers)
+
+
+@each_optimizer
+def test_a_mask_that_may_be_either_is_refused_and_says_how_to_give_it(kind: type[NoisyOptimizer]) -> None:
+    model, (x, y, keep) = Mean(), sequences(3)
+    optimizer = kind(model, ng.Gaussian(), num_data=9, seed=0)
+    with pytest.raises(ValueError, match=r"mask of shape \[2, 3\] .* 3 outputs.*layer 'inner'.*mask.unsqueeze\(-2\)"):
+        optimizer.step(lambda: (model(x, keep), y, None, keep))
+    assert optimizer.steps == 0
+    losses = [float(optimizer.step(lambda m=m: (model(x, keep), y, None, m))) for m in (keep.unsqueeze(-2),)]
+    outputs = nn.Linear(3, 3).double()
+    of_vectors = kind(outputs, ng.Gaussian(), num_data=9, seed=0)
+    losses.append(float(of_vectors.step(lambda: (outputs(x[:, 0]), y, None, keep))))  # no positions: no doubt
+    assert all(map(math.isfinite, losses))

@@ -135,3 +135,39 @@ def test_seeds_are_one_per_replica():
         make(ng.NoisyAdam, model, seed=[1, 2])
     seeds = [g.initial_seed() for g in make(ng.NoisyAdam, model, seed=7).generators]
     assert len(set(seeds)) == 3
+
+
+@each_optimizer
+@pytest.mark.parametrize("fisher", ["exact", "sampled", "empirical"])
+@pytest.mark.parametrize("stats_batch", [1, 3])
+def test_a_replica_of_whose_first_examples_none_counts_is_as_alone(kind, fisher, stats_batch):
+    """It takes statistics from more of them; the others' are from as few as without it, and draw the same targets."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 7, 3, generator=generator, dtype=torch.float64)
+    label = torch.randint(3, (3, 7), generator=generator)
+    weight = torch.rand(3, 7, generator=generator, dtype=torch.float64)
+    weight[0, 0], weight[1, :4], label[2, 0] = 0.0, 0.0, -1
+
+    def trained(replicas):
+        torch.manual_seed(1)
+        whole = ng.networks.ReplicatedMLP((3,), 3, [4], 3).double()
+        model = ng.networks.ReplicatedMLP((len(replicas),), 3, [4], 3).double()
+        for mine, every in zip(model.parameters(), whole.parameters(), strict=True):
+            mine.data.copy_(every.data[replicas])
+        optimizer = kind(
+            model,
+            ng.Categorical(ignore_index=-1),
+            num_data=50,
+            fisher=fisher,
+            stats_every=1,
+            factor_every=1,
+            stats_batch=stats_batch,
+            seed=[10 + replica for replica in replicas],
+        )
+        for _ in range(3):
+            optimizer.step(lambda: (model(x[replicas]), label[replicas], weight[replicas]))
+        return optimizer.weights.mean.flat
+
+    joint = trained([0, 1, 2])
+    for replica in range(3):
+        torch.testing.assert_close(joint[replica], trained([replica])[0], rtol=1e-8, atol=1e-10)

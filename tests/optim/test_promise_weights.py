@@ -262,9 +262,10 @@ class TwoHeads(nn.Module):
 @each_optimizer
 @pytest.mark.parametrize("options", [{}, {"stats_every": 3, "factor_every": 2}], ids=["", "rare statistics"])
 @pytest.mark.parametrize("factor", [1.0, 0.5])
-def test_heads_of_one_forward_pass_add_as_one_output_would(kind, options, factor):
+@pytest.mark.parametrize("noise", [0.5, None], ids=["fixed noise", "learned noise"])
+def test_heads_of_one_forward_pass_add_as_one_output_would(kind, options, factor, noise):
     apart, together = TwoHeads(joined=False), TwoHeads(joined=True)
-    two, one = (make(kind, m, ng.Gaussian(0.5), fisher="exact", **options) for m in (apart, together))
+    two, one = (make(kind, m, ng.Gaussian(noise), fisher="exact", **options) for m in (apart, together))
     for x, y in batches(5, outputs=4):
         for part_x, part_y in zip(x.chunk(2), y.chunk(2), strict=True):  # passes are averaged all the same
             with two.sampled() as draw:
@@ -276,6 +277,20 @@ def test_heads_of_one_forward_pass_add_as_one_output_would(kind, options, factor
         two.step()
         one.step()
     compare_optimizers(two, one, 1e-9, but=COUPLINGS)
+
+
+def test_noise_is_learned_of_heads_with_their_weights():
+    """A head of half the weight has half the outputs and half the squared error of the first."""
+    model, ((x, y),) = TwoHeads(joined=False), batches(1)
+    optimizer = make(ng.NoisyAdam, model, ng.Gaussian(noise_decay=0.0), noise=False, num_data=60)
+    with optimizer.sampled() as draw:
+        left, right = model(x)
+        errors = [float((output.detach() - y).square().sum() / len(x)) for output in (left, right)]
+        (3 * draw.nll(left, y) + 1.5 * draw.nll(right, y)).backward()
+    optimizer.step()
+    shape, rate = 6 + 60 / 2 * (2 + 0.5 * 2), 6 + 60 / 2 * (errors[0] + 0.5 * errors[1])
+    assert float(optimizer.likelihood.noise_shape) == pytest.approx(shape)
+    assert float(optimizer.likelihood.noise_rate) == pytest.approx(rate)
 
 
 @each_optimizer

@@ -266,6 +266,8 @@ class Builder:
         mask = self.mask(target) if self.maybe(0.5) else None
         if mask is not None and mask.shape == target.shape and not targets and self.maybe():
             target, mask, likelihood = target.masked_fill(~mask, -7), None, ng.Categorical(ignore_index=-7)
+        if mask is not None and targets > 1 and mask.shape == target.shape == (batch, targets):
+            mask = mask.unsqueeze(1)  # of outputs, whatever positions layers have
         likelihood.bind((), "cpu", dtype)
         return Case(self.seed, model, x, target, likelihood, weight, mask, kind != "tied")
 

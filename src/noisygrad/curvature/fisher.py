@@ -9,8 +9,10 @@ statistics. A pass starts from the log-likelihood's own derivative (`Likelihood.
 - empirical: the targets of the data.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from itertools import compress
 from typing import Literal
 
@@ -19,8 +21,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from noisygrad.curvature.capture import Record
-from noisygrad.curvature.layout import measure_layouts, perhaps_shared
-from noisygrad.curvature.passes import Batch, Pass, SummedPass
+from noisygrad.curvature.layout import check_order, measure_layouts, perhaps_shared
+from noisygrad.curvature.passes import Batch, MatrixPass, Pass, PositionsPass, SummedPass
 from noisygrad.curvature.summaries import PassSummary, Summarise, gradient_hooks, hookable
 from noisygrad.families.units import Unit
 from noisygrad.kernels.products import without_autocast
@@ -44,12 +46,15 @@ def fisher_passes(
     keep: int | None = None,
     summarise: Summarise | None = None,
     counted: Counted | None = None,
+    paired: bool = False,
 ) -> Iterator[dict[str, Pass]]:
     """The passes whose mean is the Fisher: for each, every unit that took part, by name.
 
     `output` keeps its graph. Of `others` only a summed gradient is known; each example's share gets a random sign
     (`SummedPass` says why), which changes nothing for the layers. Only the first `keep` examples are used. With
     `summarise`, only what it returns is kept of a pass. `counted` says what counts of the targets; None if all does.
+    `paired` says that the rows of a layer are put together with another's, or with the weights of `counted`. ValueError
+    where their order matters, and is not the loss's.
     """
     lead = len(likelihood.replicas)
     kept = output.shape[lead] if keep is None else keep
@@ -57,19 +62,25 @@ def fisher_passes(
     batch = Batch(output.shape[lead], kept, dtype, counted)
     if any(record.is_doubtful(batch.size) for record in records):
         measure_layouts(output, records, batch)
+    hooked = [False] * len(records) if summarise is None else hookable(records)
+    if paired or batch.kept < batch.size:
+        whole = replace(batch, kept=batch.size, counted=None)
+        check_order(output, records, batch.size, partial(_reached, output, records, hooked, whole, _examples_of))
     if batch.kept < batch.size:
         output, target = output.narrow(lead, 0, batch.kept), target.narrow(lead, 0, batch.kept)
     summed = bool(others) or any(record.is_table and perhaps_shared(record.module, record.inputs) for record in records)
-    signs = random_signs(output, lead, generators) if summed else None
-    hooked = [False] * len(records) if summarise is None else hookable(records)
+    signs = random_signs(output, lead, generators, counted) if summed else None
     if kind == "exact":
         columns = likelihood.output_fisher_factor(output.detach())
         starts: Iterable[Tensor] = (column * len(columns) ** 0.5 for column in columns)
     elif kind == "sampled":
-        starts = [likelihood.sampled_score(output.detach(), generators)]
+        starts = [_sampled_score(likelihood, output.detach(), generators, counted)]
     else:
         starts = [likelihood.score(output, target)]
     root = None if counted is None else likelihood.weights_of_outputs(counted.relative().sqrt(), output)
+    if kind == "exact" and root is not None and counted is not None and counted.has_parts:
+        reached = _reached(output, records, hooked, batch, _positions_of, _mixture(columns) * root)
+        batch = replace(batch, reached=reached)
     for start in starts:
         if root is not None:
             start = start * root  # noqa: PLW2901
@@ -77,11 +88,74 @@ def fisher_passes(
         yield _differentiate(output, signed, records, hooked, others, batch, summarise)
 
 
-def random_signs(output: Tensor, lead: int, generators: Sequence[torch.Generator]) -> Tensor:
+def _reached(
+    output: Tensor,
+    records: Sequence[Record],
+    hooked: Sequence[bool],
+    batch: Batch,
+    places: Callable[[Pass], Tensor | None],
+    start: Tensor,
+) -> dict[str, Tensor]:
+    """Which places in each layer are reached by the gradient that has this start."""
+    found: dict[str, Tensor] = {}
+
+    def note(unit: Unit, one: Pass) -> Pass:
+        if (seen := places(one)) is not None:
+            found[unit.name] = seen
+        return PassSummary(one.examples, {})
+
+    _differentiate(output, start, records, hooked, (), batch, note)
+    return found
+
+
+def _positions_of(one: Pass) -> Tensor | None:
+    return one.reached_positions() if isinstance(one, MatrixPass) else None
+
+
+def _examples_of(one: Pass) -> Tensor | None:
+    if not isinstance(one, PositionsPass):
+        return None
+    rows = (one.gradients != 0).any(-1).any(-1)
+    return rows.reshape(-1, rows.shape[-1]).any(0)  # of any group
+
+
+def _mixture(columns: Tensor) -> Tensor:
+    """A sum of all columns, which reaches what any of them does: one alone may be that of a single position's output.
+
+    In different proportions, none of which is 0: gradients are linear in what they start from, and do not cancel.
+    """
+    proportions = torch.arange(1.0, len(columns) + 1, device=columns.device).cos_().to(columns.dtype)
+    mixture: Tensor = torch.tensordot(proportions, columns, 1)
+    return mixture
+
+
+def _sampled_score(
+    likelihood: Likelihood, output: Tensor, generators: Sequence[torch.Generator], counted: Counted | None
+) -> Tensor:
+    """`Likelihood.sampled_score`; a replica of fewer examples than others draws as many numbers as it would alone."""
+    if counted is None or counted.extents is None:
+        return likelihood.sampled_score(output, generators)
+    lead, parts = len(likelihood.replicas), []
+    for size in sorted(set(counted.extents)):
+        own = [extent == size for extent in counted.extents]
+        # Those whose turn it is not draw from a copy.
+        some = [one if mine else one.clone_state() for one, mine in zip(generators, own, strict=True)]
+        score = likelihood.sampled_score(output.narrow(lead, 0, size), some)
+        mine = torch.tensor(own, device=output.device).view(output.shape[:lead])
+        whole = score.new_zeros(output.shape)
+        whole.narrow(lead, 0, size).copy_(score)
+        parts.append(whole * mine.reshape(*mine.shape, *[1] * (output.dim() - lead)))
+    return torch.stack(parts).sum(0)
+
+
+def random_signs(
+    output: Tensor, lead: int, generators: Sequence[torch.Generator], counted: Counted | None = None
+) -> Tensor:
     """±1 for each example, `[*replicas, batch]`, every replica from its own generator."""
-    signs = torch.empty(len(generators), output.shape[lead], device=output.device)
-    for row, generator in zip(signs, generators, strict=True):
-        row.bernoulli_(0.5, generator=generator)
+    signs = torch.zeros(len(generators), output.shape[lead], device=output.device)
+    extents = None if counted is None else counted.extents
+    for index, (row, generator) in enumerate(zip(signs, generators, strict=True)):
+        row[: None if extents is None else extents[index]].bernoulli_(0.5, generator=generator)
     return signs.mul_(2.0).sub_(1.0).view(output.shape[: lead + 1])
 
 
@@ -134,7 +208,7 @@ def _differentiate(
         # Autograd records nothing during a backward pass, so no_grad is not needed.
         with without_autocast(device):
             one = _layer_pass(record, gradient, batch)
-            one.counted = batch.counted
+            one.counted, one.reached = batch.counted, batch.reached.get(record.unit.name)
             keep(record.unit.name, one, (record.inputs,))
 
     with gradient_hooks(in_hooks, take) if in_hooks else nullcontext():
@@ -160,8 +234,8 @@ def _layer_passes(records: Sequence[Record], gradients: Sequence[Tensor], batch:
     for record, gradient in zip(records, gradients, strict=True):
         calls.setdefault(record.unit.name, []).append(_layer_pass(record, gradient, batch))
     passes = {name: some[0] if len(some) == 1 else some[0].joined(some) for name, some in calls.items()}
-    for one in passes.values():
-        one.counted = batch.counted
+    for name, one in passes.items():
+        one.counted, one.reached = batch.counted, batch.reached.get(name)
     return passes
 
 
@@ -169,4 +243,7 @@ def _layer_pass(record: Record, gradient: Tensor, batch: Batch) -> Pass:
     """The pass of one call of a layer, given the gradient of its output."""
     unit, module = record.unit, record.module
     record.used = True
-    return record.layer.observe(unit, module, record.checked_inputs(), gradient, batch)
+    one: Pass = record.layer.observe(unit, module, record.checked_inputs(), gradient, batch)
+    if batch.counted is not None and isinstance(one, PositionsPass):
+        batch.counted.check_layer(unit.name, one.gradients.shape[-2])
+    return one

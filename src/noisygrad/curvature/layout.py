@@ -2,16 +2,17 @@
 
 A loss of every other example alone must leave the rows of the others without a gradient. What a table of positions is
 looked up for, once for all examples, gets one from all of them; a sequence in front that is as long as the batch shows
-in the other dimension; rows that only look like several positions of each example show as rows of other examples.
+in the other dimension; rows that only look like several positions of each example show as rows of other examples. So do
+rows in another order than the loss's, as of examples that the model sorts by their length.
 Where normalisation over the batch mixes examples nothing can be measured, and sizes decide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,26 @@ ORDERS: tuple[Order, Order] = ("batch first", "batch second")
 
 _KNOWN: WeakKeyDictionary[nn.Module, dict[int, Order]] = WeakKeyDictionary()
 """What was measured of a module, by the number of dimensions of its input."""
+_IN_ORDER: WeakSet[nn.Module] = WeakSet()
+"""Modules that were not seen to have the examples in another order than the loss."""
+
+ROW_MOVERS = (
+    "Cat",
+    "Flip",
+    "Gather",
+    "Index",
+    "MaskedS",
+    "PackPadded",
+    "Roll",
+    "Scatter",
+    "Select",
+    "Slice",
+    "Sort",
+    "Split",
+    "Stack",
+    "Unbind",
+)
+"""How the nodes of operations begin that may put rows elsewhere."""
 
 
 def is_shared(module: nn.Module, inputs: Tensor, batch: Batch) -> bool:
@@ -62,6 +83,45 @@ def measure_layouts(output: Tensor, records: Sequence[Record], batch: Batch) -> 
             record.unit = replace(record.unit, sequence_first=True)
         elif known == "batch first" and not record.is_table and folds(record.inputs, batch.size):
             record.unit = replace(record.unit, folded=True)
+
+
+def check_order(
+    output: Tensor, records: Sequence[Record], size: int, reached: Callable[[Tensor], Mapping[str, Tensor]]
+) -> None:
+    """Raise ValueError where rows of a layer are not those of the examples in the loss's order; once for each module.
+
+    `reached` gives, for a gradient to start from, which examples of each layer it reaches, by name. Whatever order a
+    layer sees, the loss's own has to be restored between the two: where no operation there moves rows, all is well.
+    """
+    new = [record for record in records if record.module not in _IN_ORDER]
+    if not new or size < 2 or capturing() or any(record.unit.replicas for record in records):
+        return
+    if moves_rows(output) and not mixes_examples(output):
+        examples = torch.arange(size, device=output.device)
+        for bit in range((size - 1).bit_length()):
+            second = (examples >> bit) % 2 == 1
+            found = [reached(_start_of(output, mine)) for mine in (~second, second)]
+            for name in found[0].keys() & found[1].keys():
+                # A row that both halves reach belongs to several examples, and says nothing of an order.
+                first, other = (part[name] for part in found)
+                if bool(((first & ~other & second) | (other & ~first & ~second)).any()):
+                    raise ValueError(
+                        f"layer {name!r} saw the examples in another order than the loss has them, as where a model "
+                        "sorts them by length and its outputs back. Weights, masks, stats_batch and covariances of "
+                        "layers with each other would be those of other examples: give the model batches that are in "
+                        "this order from the start, and their targets too"
+                    )
+    _IN_ORDER.update(record.module for record in new)
+
+
+def moves_rows(output: Tensor) -> bool:
+    """Whether the graph holds an operation that may put examples in another order."""
+
+    def moves(node: Node) -> bool:
+        dims = getattr(node, "_saved_dims", None) or (getattr(node, "_saved_dim", 0),)
+        return node.name().startswith(ROW_MOVERS) and 0 in dims
+
+    return any(map(moves, _graph(output)))
 
 
 def _measure(output: Tensor, doubtful: Sequence[Record], batch: Batch) -> None:
@@ -101,13 +161,17 @@ def _gradients(output: Tensor, records: Mapping[int, Record], mine: Tensor) -> l
     """Of a loss of some of the examples, to the outputs of those layers that it depends on."""
     if not records:
         return []
-    # Not constant, since a softmax takes no notice of a constant.
-    start = torch.arange(1.0, output.numel() + 1, device=output.device).cos_().view_as(output).to(output.dtype)
-    start = start * mine.view(-1, *[1] * (output.dim() - 1))
     places = [record.edge for record in records.values()]
+    start = _start_of(output, mine)
     gradients = torch.autograd.grad(output, places, start, retain_graph=True, allow_unused=True)
     found = zip(records, gradients, strict=True)
     return [(index, g) for index, g in found if g is not None and bool(g.isfinite().all())]
+
+
+def _start_of(output: Tensor, mine: Tensor) -> Tensor:
+    # Not constant, since a softmax takes no notice of a constant.
+    start = torch.arange(1.0, output.numel() + 1, device=output.device).cos_().view_as(output).to(output.dtype)
+    return start * mine.view(-1, *[1] * (output.dim() - 1))
 
 
 def _fits(record: Record, gradient: Tensor, batch: Batch, order: Order, others: Tensor) -> bool:
@@ -147,13 +211,15 @@ def _remember(record: Record, left: set[Order]) -> None:
 
 def mixes_examples(output: Tensor) -> bool:
     """Whether the graph holds a normalisation by the statistics of its own batch."""
+    return any("BatchNorm" in node.name() and getattr(node, "_saved_training", True) for node in _graph(output))
+
+
+def _graph(output: Tensor) -> Iterator[Node]:
     stack, seen = [output.grad_fn], set[Node]()
     while stack:
         node = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if "BatchNorm" in node.name() and getattr(node, "_saved_training", True):
-            return True
+        yield node
         stack += [following for following, _ in node.next_functions]
-    return False

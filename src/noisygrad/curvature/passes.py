@@ -9,8 +9,8 @@ squares (`square_sums`). The gradients are of the *summed* loss, so they are not
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -39,6 +39,8 @@ class Batch:
     dtype: torch.dtype
     counted: Counted | None = None
     """What counts of those that are kept; None where all does."""
+    reached: Mapping[str, Tensor] = field(default_factory=dict)
+    """`Pass.reached` of layers, by name, where it is known."""
 
     def first(self, tensor: Tensor, dim: int) -> Tensor:
         """The kept examples, in the statistics' type; `dim` may be the batch folded with positions after it."""
@@ -89,6 +91,8 @@ class Pass(ABC):
     """How many examples it has."""
     counted: Counted | None = None
     """What counts of them, of which the gradients know already; None where all does."""
+    reached: Tensor | None = None
+    """Which positions the passes of a loss reach, `[*replicas, batch, positions]`; None where this is the only one."""
 
     @abstractmethod
     def rows(self) -> Tensor:
@@ -109,6 +113,10 @@ class Pass(ABC):
         Empty where the place in the forward pass is not known.
         """
         return {}
+
+    def takes_part(self) -> Tensor | None:
+        """Whether any position counts, in a shape that broadcasts to moments; None where that is sure."""
+        return None
 
     @classmethod
     @abstractmethod
@@ -164,7 +172,10 @@ class MatrixPass(PositionsPass):
         return {"inputs": self.activations, "gradients": self.gradients}
 
     def input_moment(self) -> Tensor:
-        """The mean of a aᵀ over examples and positions that count, the constant included: A of a Kronecker block."""
+        """The mean of a aᵀ over examples and positions that count, the constant included: A of a Kronecker block.
+
+        0 where nothing counts (`takes_part`).
+        """
         if self.counted is not None:
             return self.cross_input_moment(self)
         return second_moment(self.activations, self.activations, self.constant, self.constant)
@@ -185,25 +196,39 @@ class MatrixPass(PositionsPass):
         return inputs * self._position_weights(self.counted).sqrt().unsqueeze(-1)
 
     def _position_weights(self, counted: Counted) -> Tensor:
-        """Weights `[..., B, T]` of mean 1: that of the example where a position counts, else 0.
+        """Weights `[..., B, T]` of mean 1: that of the example where a position counts, else 0."""
+        weights = self._unscaled_weights(counted)
+        # Where no gradient arrives there is nothing to divide by.
+        weights = weights / weights.mean((-2, -1), keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+        return weights.unsqueeze(-3) if self.grouped else weights
 
-        Positions count where the mask says so, or where a gradient arrives: what a target is not asked of may still be
-        looked at by others. Where the layer has other positions than the mask, gradients alone tell.
+    def _unscaled_weights(self, counted: Counted) -> Tensor:
+        """The same of any mean.
+
+        Positions count where the mask says so, or where a gradient arrives in any pass of the loss: what a target is
+        not asked of may still be looked at by others. Where the layer has other positions than the mask, gradients
+        alone tell.
         """
-        reached = (self.gradients != 0).any(-1)
-        if self.grouped:
-            reached = reached.any(-3)
+        reached = self.reached_positions() if self.reached is None else self.reached
         masked, positions = counted.positions, reached.shape[-1]
-        if masked is None or positions == 1:
+        if not counted.has_parts or positions == 1:
             counts = torch.ones_like(reached)
-        elif masked.shape[-1] == positions:
+        elif masked is not None and masked.shape[-1] == positions:
             counts = masked | reached
         else:
             counts = reached
-        weights = counted.examples.to(self.gradients.dtype).unsqueeze(-1) * counts
-        mean = weights.mean((-2, -1), keepdim=True)
-        weights = torch.where(mean > 0, weights / mean, 1.0)  # where no gradient arrives, S is 0
-        return weights.unsqueeze(-3) if self.grouped else weights
+        return counted.examples.to(self.gradients.dtype).unsqueeze(-1) * counts
+
+    def reached_positions(self) -> Tensor:
+        """Where a gradient of this pass arrives, `[*replicas, B, T]`."""
+        reached = (self.gradients != 0).any(-1)
+        return reached.any(-3) if self.grouped else reached
+
+    def takes_part(self) -> Tensor | None:
+        if self.counted is None:
+            return None
+        some = (self._unscaled_weights(self.counted) > 0).any(-1, keepdim=True).any(-2, keepdim=True)
+        return some.unsqueeze(-3) if self.grouped else some
 
     def output_moment(self) -> Tensor:
         """The mean over examples and the sum over positions of g gᵀ: S of a Kronecker block."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
@@ -42,6 +42,8 @@ class PassSummary(Pass):
     sizes: dict[str, Tensor]
     """For `inputs` and `gradients`, numbers that are not all finite if the pass's own were not, or if their squares
     overflow: `optim.finite.FiniteTrace` needs nothing else. The inputs themselves, until `release_inputs`."""
+    some_count: Tensor | None = field(default=None, kw_only=True)
+    """What `takes_part` says."""
 
     def release_inputs(self, others: Sequence[Tensor]) -> None:
         """Keep only the sum of the inputs, unless one of these tensors keeps them in memory anyway."""
@@ -54,6 +56,9 @@ class PassSummary(Pass):
 
     def carried(self) -> dict[str, Tensor]:
         return self.sizes
+
+    def takes_part(self) -> Tensor | None:
+        return self.some_count
 
     @classmethod
     def joined(cls, passes: Sequence[Pass]) -> Pass:
@@ -108,10 +113,11 @@ def summarised(one: Pass, unit: Unit, reads: Reads, current: Statistics) -> Pass
     if reads == "moments":
         moments = one.moments()
         _, outputs = moments.diagonals()  # type: ignore[attr-defined]
-        return MomentSummary(one.examples, _sizes(one, [outputs]), moments)
+        return MomentSummary(one.examples, _sizes(one, [outputs]), moments, some_count=one.takes_part())
     basis = current.tensors()
     squares = one.squares_in_basis(basis["left"], basis["right"])
-    return BasisSummary(one.examples, _sizes(one, [squares]), one.input_moment(), one.output_moment(), squares)
+    inputs, outputs = one.input_moment(), one.output_moment()
+    return BasisSummary(one.examples, _sizes(one, [squares]), inputs, outputs, squares, some_count=one.takes_part())
 
 
 def _sizes(one: Pass, squares: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -180,6 +180,15 @@ class Statistics(TensorRecord, ABC):
             else:
                 tensor.mul_(own).add_(theirs[name] * weight)
 
+    @torch.no_grad()
+    def keep_inputs_(self, current: Self, takes_part: Tensor) -> Self:
+        """In place: moments of inputs as in `current` where `takes_part`, `[..., 1, 1]`, is False: nothing counted."""
+        kept = current.averages()
+        for name, tensor in self.averages().items():
+            if "inputs" in name:
+                tensor.copy_(torch.where(takes_part, tensor, kept[name]))
+        return self
+
     def basis_tensors(self) -> dict[str, Tensor]:
         """The tensors that `refresh_basis_` changes, by name: none, unless a family says otherwise."""
         return {}
@@ -208,7 +217,7 @@ class Statistics(TensorRecord, ABC):
                 tensor.diagonal(dim1=-2, dim2=-1).add_(floor / scale.clamp(min=torch.finfo(scale.dtype).tiny))
 
     def with_identity(self, share: Tensor | float) -> Self:
-        """(1 − share) F + share · I, moment by moment, as new tensors; moments that are no matrices have their own way."""
+        """(1 − share) F + share · I, moment by moment, as new tensors; those that are no matrices have their own way."""
         found = {name: tensor * (1.0 - share) for name, tensor in self.averages().items()}
         for name, tensor in found.items():
             if name.startswith(("fisher", "inputs", "outputs")):

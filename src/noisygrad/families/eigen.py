@@ -235,7 +235,9 @@ class Eigen(kronecker.Kronecker):
         one = passes[unit.name]
         squares = one.squares_in_basis(current.left, current.right)
         moments = one.input_moment(), one.output_moment()
-        return Statistics(*moments, current.left, current.right, squares / one.examples)
+        measured = Statistics(*moments, current.left, current.right, squares / one.examples)
+        some = one.takes_part()
+        return measured if some is None else measured.keep_inputs_(current, some)
 
     def cost(self, units: Sequence[Unit]) -> float:
         """Some ten Cholesky factorisations of each factor."""

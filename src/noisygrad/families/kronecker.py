@@ -242,8 +242,10 @@ class Kronecker(Family):
         (unit,) = units
         if unit.name not in passes:
             return self.unmeasured(current)
-        measured: base.Statistics = passes[unit.name].moments()
-        return measured
+        one = passes[unit.name]
+        measured: base.Statistics = one.moments()
+        some = one.takes_part()
+        return measured if some is None else measured.keep_inputs_(current, some)
 
     def prior(self, span: Span, precision_of: PrecisionOf, like: Tensor) -> Prior:
         (unit,) = span.units

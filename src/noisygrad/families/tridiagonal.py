@@ -122,7 +122,7 @@ class Tridiagonal(Family):
         # A layer that took no part has no gradient, and its inputs count as they were.
         found = self.unmeasured(current)
         seen = [passes.get(unit.name) for unit in units]
-        inputs = [old if one is None else one.input_moment() for one, old in zip(seen, found.inputs, strict=True)]
+        inputs = [_input_moment(one, old) for one, old in zip(seen, found.inputs, strict=True)]
         outputs = [old if one is None else one.output_moment() for one, old in zip(seen, found.outputs, strict=True)]
         cross_inputs, cross_outputs = list(found.cross_inputs), list(found.cross_outputs)
         for i, (one, after) in enumerate(pairwise(seen)):
@@ -171,6 +171,15 @@ def _chains(units: Sequence[Unit], every_unit: Sequence[Unit]) -> list[list[Unit
         elif unit.kind in {"matrix", "embedding"}:
             chains.append([])
     return [chain for chain in chains if len(chain) > 1]
+
+
+def _input_moment(one: Any, old: Tensor) -> Tensor:
+    """That of a pass through a layer; the old one where the layer, or what counts of the batch, took no part."""
+    if one is None:
+        return old
+    moment: Tensor = one.input_moment()
+    some = one.takes_part()
+    return moment if some is None else torch.where(some, moment, old)
 
 
 def _is_identity(moment: Tensor) -> bool:

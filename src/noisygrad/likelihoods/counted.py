@@ -25,6 +25,12 @@ class Counted:
     """How many dimensions of replicas there are."""
     inside: Tensor | None = None
     """Which positions count inside the network where targets have none, `[*replicas, batch, *positions]`."""
+    axes: int = 0
+    """How many dimensions of the targets, after the batch, are positions."""
+    either: int | None = None
+    """The size of a mask that was given as one of outputs, but would look the same as one of inputs' positions."""
+    extents: tuple[int, ...] | None = None
+    """Of each replica, how many of the first examples are looked at; None where that is the same for all."""
 
     @cached_property
     def examples(self) -> Tensor:
@@ -37,11 +43,31 @@ class Counted:
         """The sum of the weights of examples, `[*replicas]`."""
         return self.examples.sum(-1)
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether of some examples it may be that only a part counts."""
+        return self.inside is not None or self.weight.dim() > self.lead + 1
+
     @cached_property
     def positions(self) -> Tensor | None:
-        """Which positions count, `[*replicas, batch, positions]`; None where there are none."""
-        counts = self.weight > 0 if self.inside is None else self.inside
-        return counts.flatten(self.lead + 1) if counts.dim() > self.lead + 1 else None
+        """Which positions count, `[*replicas, batch, positions]`; None where the targets say nothing of them."""
+        if self.inside is not None:
+            return self.inside.flatten(self.lead + 1)
+        axes = min(self.axes, self.weight.dim() - self.lead - 1)
+        if axes == 0:
+            return None
+        counts = (self.weight > 0).flatten(self.lead + 1, self.lead + axes)
+        return counts if counts.dim() == self.lead + 2 else counts.flatten(self.lead + 2).any(-1)
+
+    def check_layer(self, name: str, positions: int) -> None:
+        """Raise ValueError where a mask of outputs could as well be one of the positions that a layer sees."""
+        if positions == self.either:
+            raise ValueError(
+                f"a mask of shape {list(self.weight.shape)} may be one of the {positions} outputs, or of as many "
+                f"positions that layer {name!r} sees. Say which: mask.unsqueeze(-2) is one of outputs, "
+                "mask.unsqueeze(-1) one of positions of the inputs. If there is an output at each position, give "
+                "output and target a dimension for it, [batch, positions, 1]"
+            )
 
     def parts_per_example(self) -> Tensor:
         """How many parts count, on average over examples of which any does."""
@@ -53,6 +79,25 @@ class Counted:
         """That of the first examples."""
         inside = None if self.inside is None else self.inside.narrow(self.lead, 0, kept)
         return replace(self, weight=self.weight.narrow(self.lead, 0, kept), inside=inside)
+
+    def enough(self, kept: int) -> Counted:
+        """That of the first `kept` examples or, in a replica where none of these counts, of twice as many, and so on.
+
+        There are as many as the most that a replica needs; of the others' last ones nothing counts. Reads on the host.
+        """
+        counts = (self.examples > 0).flatten(0, -2) if self.lead else (self.examples > 0).unsqueeze(0)
+        size, extents = counts.shape[-1], []
+        for first in counts.to(torch.uint8).argmax(-1).tolist():
+            own = kept
+            while own <= first:
+                own *= 2
+            extents.append(min(own, size))
+        found = self.first(max(extents))
+        if len(set(extents)) == 1:
+            return found
+        mine = torch.arange(max(extents)) < torch.tensor(extents).view(*self.weight.shape[: self.lead], 1)
+        weight = found.weight * mine.reshape(*mine.shape, *[1] * (found.weight.dim() - mine.dim()))
+        return replace(found, weight=weight, extents=tuple(extents))
 
     def over(self, values: Tensor) -> Tensor:
         """v in a shape that broadcasts to values `[*replicas, batch, *parts, ...]`."""
@@ -86,7 +131,7 @@ def count_parts(
     """
     dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
     factors = [] if own is None else [own.to(dtype)]
-    inside = None
+    inside, either, axes = None, None, max(output.dim() - lead - 2, 0)
     if weight is not None:
         factors.append(_placed(name, "weight", weight, lead, target).to(dtype))
         if not weight.is_cuda and not bool(((weight >= 0) & weight.isfinite()).all()):
@@ -96,21 +141,40 @@ def count_parts(
     if mask is not None:
         if isinstance(mask, Tensor) and (mask.is_floating_point() or mask.is_complex()):
             raise TypeError(f"{name}: a mask is True where a position counts; got {mask.dtype}: use mask.bool().")
-        # Where there are positions in the output, a mask of another shape is a slip; else it may be that of the inputs.
-        counts = _placed(name, "mask", mask, lead, target, inside=output.dim() <= lead + 2) != 0
-        if counts.shape == target.shape[: counts.dim()]:
-            factors.append(counts.to(dtype))
-        else:
-            inside = counts
-            factors.append(counts.flatten(lead + 1).any(-1).to(dtype))
+        counts, inside, either = _read(name, mask, lead, target, axes)
+        factors.append((counts if inside is None else inside.flatten(lead + 1).any(-1)).to(dtype))
     dims = max(factor.dim() for factor in factors)
     total = None
     for factor in factors:
         wide = factor.reshape(*factor.shape, *[1] * (dims - factor.dim()))
         total = wide if total is None else total * wide
     assert total is not None
-    counted = Counted(total, lead, inside)
+    counted = Counted(total, lead, inside, axes, either)
     return counted, torch.where(counted.over(target) > 0, target, target.new_zeros(()))
+
+
+def _read(name: str, mask: Tensor, lead: int, target: Tensor, axes: int) -> tuple[Tensor, Tensor | None, int | None]:
+    """The mask as one of parts of the targets, or (second) of positions of the inputs; third `Counted.either`."""
+    if axes:  # a mask of another shape is a slip
+        return _placed(name, "mask", mask, lead, target) != 0, None, None
+    counts = _placed(name, "mask", mask, lead, target, inside=True) != 0
+    outputs, own = target.shape[lead + 1 :].numel(), counts.shape[lead + 1 :]
+    if outputs == 1:  # that of the example, by whatever positions
+        return (counts, None, None) if counts.shape == target.shape[: counts.dim()] else (counts, counts, None)
+    if not own:
+        return counts, None, None
+    if own == target.shape[lead + 1 :]:
+        return counts, None, outputs
+    if own == (1, outputs):
+        return counts.squeeze(-2), None, None
+    if len(own) > 1 and own[-1] == 1:
+        return counts, counts.squeeze(-1), None
+    batch = target.shape[: lead + 1]
+    raise ValueError(
+        f"{name}: for targets of shape {list(target.shape)} a mask must be of shape {list(batch)} (examples), "
+        f"{[*batch, 1, outputs]} (outputs; {[*batch, outputs]} will do) or {[*batch, 'positions', 1]} (positions of "
+        f"the inputs: mask.unsqueeze(-1)); got {list(mask.shape)}."
+    )
 
 
 def _placed(name: str, what: str, given: Tensor, lead: int, target: Tensor, *, inside: bool = False) -> Tensor:

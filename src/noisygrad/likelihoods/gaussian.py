@@ -224,7 +224,8 @@ class Gaussian(Likelihood):
         squared = (widened(output) - target).square()
         weight = weight.reshape(*weight.shape, *[1] * (squared.dim() - weight.dim())).expand_as(squared)
         batch_dim = len(self.replicas)
-        means = torch.stack([weight * squared, weight.to(squared.dtype)]).mean(batch_dim + 1).flatten(batch_dim + 1)
+        means = torch.stack([weight * squared, weight.to(squared.dtype)]).mean(batch_dim + 1)
+        means = means.reshape(2, *self.replicas, -1)  # where each example has one output there is no event
         return means if self.half_precision.shape[-1] > 1 else means.sum(-1, keepdim=True)
 
     @torch.no_grad()

@@ -90,8 +90,9 @@ class Accumulated:
     traces: list[FiniteTrace] = field(default_factory=list)
     """Of each pass that is not known to be finite, where its numbers were."""
     noise: Tensor | None = None
-    """Σ over losses of factor × the likelihood's own statistic."""
+    """Σ over losses of factor × the likelihood's own statistic: heads add, as outputs of one loss do."""
     noise_weight: float | Tensor = 0.0
+    """Σ over their forward passes of the factor."""
     expected_statistics: bool = False
     pending: list[LossCall] = field(default_factory=list)
     """The losses of this draw that are not in the sums yet."""
@@ -217,7 +218,8 @@ class Accumulated:
             if head.noise is not None:
                 noise = head.noise * factor
                 self.noise = noise if self.noise is None else self.noise + noise
-                self.noise_weight = self.noise_weight + factor
+        if any(head.noise is not None for head in heads):
+            self.noise_weight = self.noise_weight + weight
         if heads[0].statistics:
             self.add_statistics(heads, factors, weight)
 

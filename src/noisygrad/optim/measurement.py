@@ -63,6 +63,8 @@ class BatchMeasurement:
     def __post_init__(self) -> None:
         self._warned = self._warned_of_size = False
         self._units, parameters = self.structure.units, self.structure.parameters
+        self._coupled = any(b.family.reads == "rows" and len(b.units) > 1 for b in self.structure.blocks)
+        self._weighs_inputs = any(b.family.reads in {"moments", "basis"} for b in self.structure.blocks)
         self._others = [(unit, parameters[unit.slots[0].parameter]) for unit in self._units if unit.kind == "other"]
 
     # ---------------------------------------------------------------- losses
@@ -149,7 +151,7 @@ class BatchMeasurement:
         Where a GPU's memory does not suffice, half of the examples are taken, with a warning, from now on.
         """
         records = capture.take(again=call.first is not None)
-        keep = self._keep(output, call.counted)
+        keep = self._keep(output)
         while True:
             try:
                 self._take(accumulated, call, records, output, target, keep)
@@ -161,15 +163,10 @@ class BatchMeasurement:
             call.statistics, call.passes = {}, 0
             self.statistics_limit = keep = half_of(keep, f"stats_batch={keep // 2} says so from the start")
 
-    def _keep(self, output: Tensor, counted: Counted | None) -> int:
-        """How many examples statistics are taken from."""
-        lead = len(self.likelihood.replicas)
-        batch = output.shape[lead]
-        keep = min(batch, self.options.stats_batch or batch, self.statistics_limit or batch)
-        if counted is not None and keep < batch and not counted.total.is_cuda:
-            while keep < batch and not bool((counted.first(keep).total > 0).all()):  # of which nothing counts
-                keep = min(batch, 2 * keep)
-        return keep
+    def _keep(self, output: Tensor) -> int:
+        """How many examples statistics are taken from; more where none of these counts."""
+        batch = output.shape[len(self.likelihood.replicas)]
+        return min(batch, self.options.stats_batch or batch, self.statistics_limit or batch)
 
     def _take(
         self,
@@ -184,7 +181,10 @@ class BatchMeasurement:
             block = self.structure.block_of[unit.name]
             return block.summarise(unit, one, self.fisher.statistics[block.name])
 
-        scarce = self.like.device.type in summaries.DEVICES
+        scarce, counted = self.like.device.type in summaries.DEVICES, call.counted
+        if counted is not None and keep < counted.examples.shape[-1] and not counted.total.is_cuda:
+            counted = counted.enough(keep)
+            keep = counted.examples.shape[-1]
         passes = fisher_passes(
             self.options.fisher,
             self.likelihood,
@@ -196,7 +196,8 @@ class BatchMeasurement:
             dtype=self.like.dtype,
             keep=keep,
             summarise=summarise if scarce else None,
-            counted=call.counted,
+            counted=counted,
+            paired=self._coupled or (counted is not None and self._weighs_inputs),
         )
         for one in passes:
             self._add_pass(accumulated, call, one)
@@ -292,7 +293,7 @@ class BatchMeasurement:
             output = output if output.dtype in {torch.float32, torch.float64} else output.float()
             clean = self.likelihood.clamp_invalid_targets(output, target)
             call, records = accumulated.begin_call(output, counted), capture.take()
-            self._take(accumulated, call, records, output, clean, self._keep(output, counted))
+            self._take(accumulated, call, records, output, clean, self._keep(output))
             capture.consume(records)
             accumulated.add_statistics([call], [1.0], 1.0)
 
