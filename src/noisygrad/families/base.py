@@ -216,8 +216,14 @@ class Statistics(TensorRecord, ABC):
                 scale = found[name.replace("outputs", "inputs")].diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
                 tensor.diagonal(dim1=-2, dim2=-1).add_(floor / scale.clamp(min=torch.finfo(scale.dtype).tiny))
 
+    def with_floor(self, floor: Tensor | float) -> Self:
+        """A copy after `add_floor_`."""
+        found = self.clone()
+        found.add_floor_(floor)
+        return found
+
     def with_identity(self, share: Tensor | float) -> Self:
-        """(1 − share) F + share · I, moment by moment, as new tensors; those that are no matrices have their own way."""
+        """(1 − share) F + share · I, moment by moment, as new tensors; what is no matrix has a way of its own."""
         found = {name: tensor * (1.0 - share) for name, tensor in self.averages().items()}
         for name, tensor in found.items():
             if name.startswith(("fisher", "inputs", "outputs")):

@@ -169,18 +169,17 @@ class Diagonal(Family):
     def pieces(self, units: Sequence[Unit], statistics: base.Statistics) -> list[tuple[str, Tensor]]:
         return [(unit.name, part) for unit, part in by_unit(units, statistics.tensors()["fisher"])]
 
-    def split(self, units: Sequence[Unit], precision: base.Precision, prior: base.Prior) -> Iterator[Piece]:
+    def split(
+        self, units: Sequence[Unit], statistics: base.Statistics, precision: base.Precision, prior: base.Prior
+    ) -> Iterator[Piece]:
         """Layer by layer, since their weights have nothing to do with each other."""
         first = 0
         for unit in units:
-            rows = slice(first, first + unit.size)
-            yield Piece(
-                unit.name,
-                (unit,),
-                first,
-                precision.map(lambda tensor, rows=rows: tensor[..., rows]),
-                prior.map(lambda tensor, rows=rows: tensor[..., rows]),
-            )
+
+            def part(tensor: Tensor, rows: slice = slice(first, first + unit.size)) -> Tensor:
+                return tensor[..., rows]
+
+            yield Piece(unit.name, (unit,), first, statistics.map(part), precision.map(part), prior.map(part))
             first += unit.size
 
 

@@ -49,6 +49,7 @@ class Piece:
     units: tuple[Unit, ...]
     start: int
     """Where its weights begin in the block's vector."""
+    statistics: Statistics
     precision: Precision
     prior: Prior
 
@@ -109,9 +110,11 @@ class Family(ABC):
         """What the statistics say about single layers, for the table of coverage."""
         return {}
 
-    def split(self, units: Sequence[Unit], precision: Precision, prior: Prior) -> Iterator[Piece]:
+    def split(
+        self, units: Sequence[Unit], statistics: Statistics, precision: Precision, prior: Prior
+    ) -> Iterator[Piece]:
         """The independent pieces of a block."""
-        yield Piece(None, tuple(units), 0, precision, prior)
+        yield Piece(None, tuple(units), 0, statistics, precision, prior)
 
     def fitted_prior_shapes(self, statistics: Statistics) -> dict[str, torch.Size]:
         """The shapes of the tensors of `Precision.as_prior()`, for a file that is read."""

@@ -46,29 +46,30 @@ class NoisyOptimizer(torch.optim.Optimizer):
         num_data: N, the size of the training set.
         lr: α̃, the step size of the mean; a tensor follows a captured graph.
         kl_weight: λ; 1 is the Bayesian posterior; smaller is narrower.
-        prior_variance: η, for all weights (1 by default) or by patterns of parameter names; inf for no prior.
-        prior: `posterior.as_prior()` of an earlier fit, in place of `prior_variance`.
+        prior_variance: η, for all weights (1 by default) or by patterns of parameter names; inf for none.
+        prior: `posterior.as_prior()` of an earlier fit, in its place.
         damping: γ_ex, added to the Fisher for the step only.
         damping_mode: how a Kronecker block adds the prior: "factored" (eq. 11) or "exact" (eigenbasis, slower).
         fisher_decay: 1 − β̃, or a function from the step to it.
-        fisher_floor: added to the diagonal of the Fisher, as measured: bounds the noise where the Fisher vanishes.
-        safeguard: how the identity fades that steadies the first draws and steps: "brief" or, slower, "fading".
-        noise_limit: nats for each example that draws may cost; bounds the noise of networks large for their data.
+        fisher_floor: added to the diagonal of the Fisher, as measured.
+        safeguard: how the identity fades that steadies the first draws: "brief" or, slower, "fading".
+        noise_limit: nats that draws may cost for each part of a target; bounds the noise of networks large for their
+            data, without effect on models that their data determine. None for no bound.
         momentum: decay of the moving average of gradients, or of the velocity.
         momentum_mode: "average" (before preconditioning, bias-corrected) or "heavy_ball" (after clipping).
         stats_every: T_stats, steps between statistics; None for the family's own default.
         factor_every: T_inv, steps between factorisations; None for the family's own default.
         stats_batch: statistics from at most this many examples of a batch (its first); None for all.
-        kl_clip: c of the trust region, or a function from the step to it; None for none.
+        kl_clip: c of the trust region for each part of a target, or a function from the step to it; None for none.
         mc_samples: weight samples of `step(closure)`.
         noise: False gives the point-estimate method (K-FAC, natural Adam) with γ_in as weight decay.
         fisher: "sampled" targets, "exact" output Fisher or "empirical".
         fisher_pass: "same" forward as the loss, or a "fresh" one with new weights and BatchNorm in evaluation mode.
         groups: patterns of parameter names with their own lr, momentum, damping or noise.
-        seed: of the optimiser's own generator; one for each replica, or for the first of them.
-        same_draw_on_all_ranks: draw the same weights in all processes of a distributed training.
-        process_group: the processes that train this model together, all of which make the optimiser; None for those
-            of its DistributedDataParallel, or else for all there are; "alone" for this process by itself.
+        seed: of its own generator; one for each replica, or for the first of them.
+        same_draw_on_all_ranks: draw the same weights in all processes.
+        process_group: the processes that train together, all of which make the optimiser; None for those of the
+            model's DistributedDataParallel, or else for all; "alone" for this process by itself.
         capturable: keep every group's lr as a tensor on the device, so that a captured step follows a scheduler;
             schedules of `kl_clip` and `fisher_decay` are read when the step is captured.
     """
@@ -154,7 +155,6 @@ class NoisyOptimizer(torch.optim.Optimizer):
         likelihood.bind(self.structure.replicas, self.device, self.dtype)
         canonical = BlockPriors.build(self._canonical_structure, prior_variance, prior, self.dtype, self.device)
         self.priors = canonical.to_memory(self.structure)
-        self._same_draw = same_draw_on_all_ranks
         self.update = assemble(
             self.model,
             self.structure,
@@ -307,10 +307,9 @@ class NoisyOptimizer(torch.optim.Optimizer):
             copied(self.weights.mean.flat, self.structure),
             self.covariance.fisher.snapshot(),
             self.priors.from_memory(self.structure),
-            num_data=self.options.num_data,
-            kl_weight=self.options.kl_weight,
-            damping_mode=self.options.damping_mode,
+            **{name: getattr(self.options, name) for name in ("num_data", "kl_weight", "damping_mode")},
             noise_bound=float(self.covariance.bound),
+            identity_share=float(self.covariance.identity_share),
         )
 
     def register_with(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -342,7 +341,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self.guard.divergence.restart()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not supported after construction: the posterior's blocks are fixed then. Use `groups`."""
+        """Not supported after construction: use `groups`."""
         if hasattr(self, "transaction"):
             raise RuntimeError("param groups are fixed at construction; use the argument `groups`")
         super().add_param_group(param_group)
@@ -353,8 +352,6 @@ class NoisyOptimizer(torch.optim.Optimizer):
             "a noisy optimiser can be neither copied nor pickled. Copy or save the model and state_dict(), make a new "
             "optimiser of the other model and give it the state with load_state_dict()"
         )
-
-    # ---------------------------------------------------------------- closures
 
     @torch.enable_grad()
     def _evaluate(self, closure: Closure) -> None:

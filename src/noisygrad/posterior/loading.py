@@ -28,6 +28,7 @@ HEADER: dict[str, tuple[type, ...]] = {
     "kl_weight": (int, float),
     "damping_mode": (str,),
     "noise_bound": (int, float),
+    "identity_share": (int, float),
     "likelihood": (dict,),
     "parameters": (dict,),
     "groups": (dict,),
@@ -50,8 +51,8 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: str | None = N
         raise ValueError(f"{path} is damaged: its header lacks {format_names(wrong)}")
     if header["num_data"] < 1 or not 0 < header["kl_weight"] < math.inf or header["damping_mode"] not in MODES:
         raise ValueError(f"{path} is damaged: num_data, kl_weight or damping_mode in its header make no sense")
-    if not 0 <= header["noise_bound"] < math.inf:
-        raise ValueError(f"{path} is damaged: noise_bound in its header makes no sense")
+    if not (0 <= header["noise_bound"] < math.inf and 0 <= header["identity_share"] <= 1):
+        raise ValueError(f"{path} is damaged: noise_bound or identity_share in its header makes no sense")
     if header["family"] not in FAMILIES:
         raise ValueError(
             f"{path} holds a posterior of the family {header['family']!r}, which this noisygrad has not; "
@@ -113,6 +114,7 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: str | None = N
         kl_weight=header["kl_weight"],
         damping_mode=header["damping_mode"],
         noise_bound=header["noise_bound"],
+        identity_share=header["identity_share"],
     )
 
 

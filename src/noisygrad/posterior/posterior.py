@@ -56,12 +56,13 @@ class Posterior:
         kl_weight: float,
         damping_mode: DampingMode,
         noise_bound: float = 0.0,
+        identity_share: float = 0.0,
     ) -> None:
         self.model = model
         self.likelihood = copy.deepcopy(likelihood)
         self.num_data, self.kl_weight, self.damping_mode = num_data, kl_weight, damping_mode
-        self.noise_bound = noise_bound
-        """A floor under the Fisher, which bounds the noise where it vanishes; 0 where the data determine the model."""
+        self.noise_bound, self.identity_share = noise_bound, identity_share
+        """A floor under the Fisher where noise would cost too much; what draws in training had of the identity."""
         self.structure, self.priors = structure, priors
         self.statistics = dict(statistics)
         self._mean = FlatWeights(structure, mean)
@@ -97,9 +98,7 @@ class Posterior:
         try:
             with repairs() as found:
                 statistics = self.statistics[block.name]
-                if self.noise_bound:
-                    statistics = statistics.clone()
-                    statistics.add_floor_(self.noise_bound)
+                statistics = statistics.with_floor(self.noise_bound) if self.noise_bound else statistics
                 made = statistics.factorise(self._gammas[block.name], 0.0, self.damping_mode)
         except FactorisationError as error:
             raise named_error(error, block.units) from error
@@ -153,8 +152,9 @@ class Posterior:
 
     def summary(self) -> Summary:
         """How wide the posterior is, what it cost and how much of it the data determine, block by block; print it."""
-        blocks = [(block, precision, self._gammas[block.name]) for block, precision in self.noisy_blocks()]
-        return summary_of(blocks, self._mean.flat, self.priors.mean, num_data=self.num_data, kl_weight=self.kl_weight)
+        blocks = [(b, self.statistics[b.name], precision, self._gammas[b.name]) for b, precision in self.noisy_blocks()]
+        numbers = {name: getattr(self, name) for name in ("num_data", "kl_weight", "noise_bound", "identity_share")}
+        return summary_of(blocks, self._mean.flat, self.priors.mean, **numbers)
 
     def std(self) -> dict[str, Tensor]:
         """Marginal standard deviation of each weight, for small networks (through the dense covariance)."""
@@ -390,6 +390,7 @@ class Posterior:
             "kl_weight": self.kl_weight,
             "damping_mode": self.damping_mode,
             "noise_bound": self.noise_bound,
+            "identity_share": self.identity_share,
             "likelihood": {"name": type(self.likelihood).__name__, "config": self.likelihood.config()},
             "parameters": {name: list(shape) for name, shape in self.structure.shapes.items()},
             "groups": {slot.parameter: b.group for b in blocks for u in b.units for slot in u.slots},

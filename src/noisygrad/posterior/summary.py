@@ -7,13 +7,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from noisygrad.families.base import Precision, Prior
+from noisygrad.families.base import Precision, Prior, Statistics
 from noisygrad.families.kl import kl_divergence
 from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.coverage import format_table
 
 _UNDETERMINED = 0.01
 """Below this share of its weights a piece is said to be as before the data."""
+
+_TRUSTED = 0.01
+"""A larger share of the identity in draws says that there were too few statistics."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +32,8 @@ class PieceSummary:
     kl: float
     """KL(q ‖ prior) in nats."""
     determined: float
-    """How many of the weights the data determine: n − tr(Γ P⁻¹). 0 where the posterior is the prior, n where the prior
-    does not matter."""
+    """How many of the weights the data determine: tr(F̄ P⁻¹). 0 where the posterior is the prior, n where neither the
+    prior nor a bound on the noise matters."""
 
     @property
     def note(self) -> str:
@@ -47,6 +50,8 @@ class Summary:
     pieces: tuple[PieceSummary, ...]
     num_data: int
     kl_weight: float
+    noise_bound: float
+    identity_share: float
 
     @property
     def kl(self) -> float:
@@ -62,7 +67,14 @@ class Summary:
             f"{weights} noisy weights, of which the data determine {determined:.4g}. KL to the prior: {self.kl:.4g} "
             f"nats, {self.kl / counted:.4g} for each of {counted:.6g} data (N/λ)."
         )
-        return f"{table}\n\n{last}"
+        bound = f" Noise is bounded by a floor of {self.noise_bound:.2g} under the Fisher." if self.noise_bound else ""
+        share = (
+            f" The Fisher was measured too seldom to be trusted: in training it had {self.identity_share:.1%} of the "
+            "identity, which the posterior has not."
+            if self.identity_share > _TRUSTED
+            else ""
+        )
+        return f"{table}\n\n{last}{bound}{share}"
 
     __repr__ = __str__
 
@@ -82,18 +94,20 @@ def _row(piece: PieceSummary) -> tuple[str, ...]:
 
 
 def summary_of(
-    blocks: Iterable[tuple[Block, Precision, Prior]],
+    blocks: Iterable[tuple[Block, Statistics, Precision, Prior]],
     mean: Tensor,
     prior_mean: Tensor,
     *,
     num_data: int,
     kl_weight: float,
+    noise_bound: float,
+    identity_share: float,
 ) -> Summary:
-    """The summary of noisy blocks, each with its P and its Γ, around a mean."""
+    """The summary of noisy blocks, each with its F̄, its P and its Γ, around a mean."""
     scale = num_data / kl_weight
     difference = mean - prior_mean
     found = []
-    for block, precision, gamma in _independent_pieces(blocks):
+    for block, statistics, precision, gamma in _independent_pieces(blocks):
         identity = block.prior(lambda name: 1.0, mean)
         squares = block.total(block.vector(mean).square().sum(-1))
         variances = block.total(precision.trace(identity)) / scale
@@ -104,18 +118,24 @@ def summary_of(
             mean=math.sqrt(float(squares.mean()) / block.size),
             width=math.sqrt(float(variances.mean()) / block.size),
             kl=float(kl.mean()),
-            determined=block.size - float(block.total(precision.trace(gamma)).mean()),
+            determined=float(block.total(statistics.determined(precision)).mean()),
         )
         found.append(piece)
-    return Summary(pieces=tuple(found), num_data=num_data, kl_weight=kl_weight)
+    return Summary(
+        pieces=tuple(found),
+        num_data=num_data,
+        kl_weight=kl_weight,
+        noise_bound=noise_bound,
+        identity_share=identity_share,
+    )
 
 
 def _independent_pieces(
-    blocks: Iterable[tuple[Block, Precision, Prior]],
-) -> Iterator[tuple[Block, Precision, Prior]]:
+    blocks: Iterable[tuple[Block, Statistics, Precision, Prior]],
+) -> Iterator[tuple[Block, Statistics, Precision, Prior]]:
     """The blocks in the pieces that their families find independent, each as a block of its own."""
-    for block, precision, gamma in blocks:
-        for piece in block.family.split(block.units, precision, gamma):
+    for block, statistics, precision, gamma in blocks:
+        for piece in block.family.split(block.units, statistics, precision, gamma):
             name, start = piece.name or block.name, block.start + piece.start
             part = dataclasses.replace(block, name=name, units=piece.units, start=start)
-            yield part, piece.precision, piece.prior
+            yield part, piece.statistics, piece.precision, piece.prior
