@@ -18,12 +18,14 @@ from typing import Any, Literal
 
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor
 
 _CHECKSUM = "noisygrad_checksum"
 _BEFORE = f'"{_CHECKSUM}":"'.encode()
 """What stands before the digits. Text that has it too has its quotation marks escaped."""
 _ZEROS = b"0" * 64
+_FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 if sys.platform == "win32":
     import msvcrt
@@ -122,7 +124,7 @@ def read_archive(
     try:
         tensors = safetensors.torch.load(data)
         size = int.from_bytes(data[:8], "little")
-        text = json.loads(data[8 : 8 + size]).get("__metadata__", {}).get(f"noisygrad_{kind}")
+        text = (json.loads(data[8 : 8 + size]).get("__metadata__") or {}).get(f"noisygrad_{kind}")
     except (safetensors.SafetensorError, ValueError) as reason:
         raise error(f"{path} is truncated or not a safetensors file ({reason})") from reason
     if text is None:
@@ -154,12 +156,18 @@ def not_finite(tensors: Mapping[str, Tensor], constants: Mapping[str, Tensor]) -
     A mask of attention, for example, is a buffer with −inf in it.
     """
     for name, tensor in tensors.items():
-        wrong = ~tensor.isfinite()
+        eighth = tensor.is_floating_point() and tensor.element_size() == 1  # torch has no isfinite for these
+        wrong = ~(tensor.float() if eighth else tensor).isfinite()
         if name in constants:
             wrong &= tensor != constants[name].to(tensor.device)
         if bool(wrong.any()):
             return name
     return None
+
+
+def converts(theirs: Tensor, ours: Tensor) -> bool:
+    """Whether what is in a file may stand in our tensor's place: of its type, or floating like it."""
+    return theirs.dtype == ours.dtype or {theirs.dtype, ours.dtype} <= _FLOATING
 
 
 def difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-MOST = {"plain": 15, "statistics and refresh": 28}
+MOST = {"plain": 15, "statistics and refresh": 29}
 
 
 @pytest.fixture(scope="module")

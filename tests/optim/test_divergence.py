@@ -193,3 +193,42 @@ def test_a_loss_that_was_skipped_is_no_lowest():
         watch.add(step, torch.tensor(math.nan if step == 2 else 4.0))
     watch.look(3)
     assert watch._lowest == 4.0
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("kind", [K, A, ng.NoisyEKFAC])
+@pytest.mark.parametrize("rate", [3.0, 10.0, 100.0])
+def test_a_training_that_explodes_at_once_is_warned_of(kind, seed, rate):
+    """Before there are ten losses, and though the loss falls from its height while the noise is learned."""
+    said, _ = trained((kind, lambda: perceptron(8, 16, 16, 1), regression, ng.Gaussian, {"lr": rate}), seed)
+    assert len(said) == 1
+
+
+def watched(losses: list[float], weights: list[float]) -> list[str]:
+    """The warnings where the largest weight is each of these in turn, before the step with that loss."""
+    mean = torch.tensor([weights[0]])
+    watch = DivergenceWatch(mean, deferred=False)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for step, (loss, after) in enumerate(zip(losses, [*weights[1:], weights[-1]], strict=True), start=1):
+            watch.add(step, torch.tensor(loss), [torch.tensor([after])])
+            mean.fill_(after)
+    return [str(each.message) for each in found]
+
+
+GROWING = [0.3, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 100.0, *[100.0] * 10]
+
+
+@pytest.mark.parametrize(
+    ("losses", "weights", "warns"),
+    [
+        ([1.1, 500.0, 900.0, *[30.0] * 17], GROWING, True),  # the height passes, the weights stay
+        ([1.1, *[20.0] * 19], GROWING, False),  # a first loss that is small by luck
+        ([900.0, 1500.0, *[300.0] * 18], GROWING, False),  # targets of another scale
+        ([1.1, 500.0, 900.0, *[900.0] * 17], [0.3] * 20, False),  # other data
+        ([0.3, 1.5, 0.8, 2.4, 0.4, 1.9, 0.6, 2.2, 0.5, 1.4, *[0.7, 2.5] * 5], [0.01, 0.3, *[2.0] * 18], False),
+        ([1.1, 1.2, *[1.1] * 8, *[50.0] * 10], [0.3] * 10 + [9.0] * 10, True),
+    ],
+)
+def test_what_the_first_losses_are_compared_with(losses, weights, warns):
+    assert len(watched(losses, weights)) == warns

@@ -268,7 +268,7 @@ def test_zero_grad_in_a_closure_drops_no_earlier_draw(options):
     compare_optimizers(plain, zeroing)
     x, y = data[0]
     before = snapshot(dropping)
-    with pytest.raises(RuntimeError, match="take zero_grad out"):
+    with pytest.raises(RuntimeError, match="Take zero_grad out"):
         dropping.step(lambda: (models[2].zero_grad(), (models[2](x), y))[1])
     assert_unchanged(before, dropping, but=("generators",))
 

@@ -94,6 +94,23 @@ def test_gradients_that_were_unscaled_unseen_are_refused():
 
 
 @each_optimizer
+def test_gradients_that_were_unscaled_before_the_last_batch_are_refused(kind):
+    """Those of later batches would have the scale still."""
+    models, (optimizer, clean) = pair(kind, dtype=torch.float32, noise=False, fisher="exact")
+    first, second = batches(2, dtype=torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    accumulate(optimizer, models[0], first, [1.0], scaler=scaler)
+    optimizer.unscale_(scaler)
+    with pytest.raises(RuntimeError, match="once, after the last draw"):
+        accumulate(optimizer, models[0], second, [1.0], scaler=scaler)
+    scaler.step(optimizer)  # what was refused has changed nothing
+    scaler.update()
+    accumulate(clean, models[1], first, [1.0])
+    clean.step()
+    compare_optimizers(optimizer, clean, 2e-5)
+
+
+@each_optimizer
 @pytest.mark.parametrize("replay", [False, True], ids=["", "replayed"])
 def test_factors_are_read_where_the_step_is_made(kind, replay, monkeypatch):
     """On a GPU they are tensors, which a replayed step reads anew."""
@@ -345,51 +362,3 @@ def test_nothing_of_a_batch_outlives_its_step(heads):
         assert [call() for call in calls] == [None] * heads
     finally:
         gc.enable()
-
-
-def test_two_batches_inside_one_region_of_autocast_are_two_batches() -> None:
-    """Autocast keeps its copies of the weights from one forward pass to the next: they are no common trunk."""
-    torch.manual_seed(0)
-    x, y, gradients = torch.randn(16, 3), torch.randn(16, 1), []
-    for once in (True, False):
-        torch.manual_seed(1)
-        model = ng.networks.MLP(3, (4,), 1)
-        optimizer = ng.NoisyKFAC(model, ng.Gaussian(noise_variance=1.0), num_data=50, noise=False, lr=0.1, damping=1.0)
-        with optimizer.sampled() as draw:
-            if once:
-                with torch.autocast("cpu", dtype=torch.bfloat16):
-                    loss = draw.nll(model(x[:8]), y[:8]) + draw.nll(model(x[8:]), y[8:])
-                loss.backward()
-            else:
-                for part in (slice(0, 8), slice(8, 16)):
-                    with torch.autocast("cpu", dtype=torch.bfloat16):
-                        loss = draw.nll(model(x[part]), y[part])
-                    loss.backward()
-        optimizer.step()
-        gradients.append(optimizer.weights.mean.flat.clone())
-    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
-
-
-def test_heads_on_a_frozen_trunk_are_told_of() -> None:
-    """They share nothing that is trained, like two batches; features that ask for a gradient show that they do."""
-    torch.manual_seed(0)
-    x, y = torch.randn(8, 3), torch.randn(8, 1)
-    weights = []
-    for shows in (False, True):
-        torch.manual_seed(1)
-        trunk, heads = nn.Linear(3, 4).requires_grad_(False), nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
-        optimizer = ng.NoisyAdam(
-            nn.ModuleList([trunk, heads]), ng.Gaussian(noise_variance=1.0), num_data=9, noise=False
-        )
-        features = trunk(x)
-        with optimizer.sampled() as draw:
-            if shows:
-                features.requires_grad_()
-                loss = sum(draw.nll(head(features), y) for head in heads)
-            else:
-                with pytest.warns(UserWarning, match="no parameter in common.*heads of one batch on a frozen trunk"):
-                    loss = sum(draw.nll(head(features), y) for head in heads)
-            loss.backward()
-        weights.append(float(optimizer.accumulated.weight))
-        optimizer.step()
-    assert weights == [2.0, 1.0]

@@ -62,7 +62,7 @@ def test_a_layer_that_took_no_part_is_no_frozen_layer(kind):
     assert "frozen" not in str(optimizer.coverage())
 
 
-NEVER = [math.nan, math.inf, -0.1, True, "0.1", None, 0.1j, torch.ones(2)]
+NEVER = [math.nan, math.inf, 1e300, 10**400, -0.1, True, "0.1", None, 0.1j, torch.ones(2)]
 SENSELESS = [
     *[("lr", value) for value in [*NEVER, torch.tensor(math.nan), torch.tensor(-1.0), torch.tensor(1)]],
     *[("momentum", value) for value in [*NEVER, 1.0, 2, torch.tensor(0.5)]],
@@ -71,7 +71,7 @@ SENSELESS = [
 
 
 @each_optimizer
-@pytest.mark.parametrize(("name", "value"), SENSELESS, ids=str)
+@pytest.mark.parametrize(("name", "value"), SENSELESS, ids=lambda value: str(value)[:20])
 @pytest.mark.parametrize("form", ["closure", "explicit"])
 def test_a_number_without_sense_is_refused(kind, name, value, form):
     model, (batch,) = mlp(), batches(1)
@@ -95,6 +95,49 @@ def test_a_number_of_another_type_is_a_number(name, value):
     optimizer.param_groups[0][name] = value
     take_step(optimizer, model, batch, "closure")
     assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def without_momentum(optimizer, model):
+    del optimizer.param_groups[0]["momentum"]
+
+
+def with_a_parameter(optimizer, model):
+    optimizer.param_groups[0]["params"].append(nn.Parameter(torch.zeros(7)))
+
+
+def with_a_frozen_parameter(optimizer, model):
+    optimizer.param_groups[0]["params"].append(model.frozen)
+
+
+def without_a_parameter(optimizer, model):
+    optimizer.param_groups[0]["params"].pop()
+
+
+def with_a_group(optimizer, model):
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": []})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_momentum, "has no 'momentum'"),
+        (with_a_parameter, r"a Parameter of shape \[7\] added, none lost"),
+        (with_a_frozen_parameter, "frozen added, none lost"),
+        (without_a_parameter, r"none added, 4\.bias lost"),
+        (with_a_group, "there are 2 param groups, but the optimiser was made with 1"),
+    ],
+)
+@pytest.mark.parametrize("form", ["closure", "explicit"])
+def test_a_param_group_of_other_content_is_refused(change, message, form):
+    model, (batch,) = mlp(), batches(1)
+    model.frozen = nn.Parameter(torch.zeros(3).double(), requires_grad=False)
+    optimizer = make(ng.NoisyKFAC, model)
+    take_step(optimizer, model, batch, form)
+    before = [parameter.clone() for parameter in model.parameters()]
+    change(optimizer, model)
+    with pytest.raises(ValueError, match=message):
+        take_step(optimizer, model, batch, form)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 @each_optimizer

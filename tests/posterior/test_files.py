@@ -36,10 +36,20 @@ def unsigned(path: Path) -> None:
     safetensors.torch.save_file(tensors, path, metadata=metadata)
 
 
+KINDS = (torch.bool, torch.int64, torch.complex64, torch.float8_e4m3fn)
+"""Types that a file's numbers must not have: they would be cast without a word."""
+
+
+def without_metadata(path: Path) -> None:
+    header = json.dumps({"__metadata__": None, "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+
+
 MISTAKES: dict[str, tuple[Callable[[Path], object], Callable[[], nn.Module], str]] = {
     "truncated": (lambda p: p.write_bytes(p.read_bytes()[:-7]), mlp, "truncated"),
     "cut in its header": (lambda p: p.write_bytes(p.read_bytes()[:100]), mlp, "truncated"),
     "empty": (lambda p: p.write_bytes(b""), mlp, "truncated"),
+    "no metadata": (without_metadata, mlp, "not a noisygrad posterior"),
     "random bytes": (lambda p: p.write_bytes(bytes(range(256)) * 9), mlp, "not a safetensors file"),
     "no checksum": (unsigned, mlp, "has no checksum"),
     "another file": (lambda p: safetensors.torch.save_file({"a": torch.ones(2)}, p), mlp, "not a noisygrad posterior"),
@@ -98,6 +108,27 @@ DAMAGES: dict[str, tuple[Callable[[dict, dict], object], str]] = {
     },
     "no rate": (lambda _, tensors: tensors.pop("likelihood/noise_rate"), "damaged: its likelihood"),
     "a short mean": (lambda _, tensors: tensors.update(mean=tensors["mean"][:-1].clone()), "'mean' is of shape"),
+    **{
+        f"{kind} in {name}": (
+            lambda _, tensors, name=name, kind=kind: tensors.update({name: tensors[name].to(kind)}),
+            f"damaged.*{name.rpartition('/')[2]}",
+        )
+        for name in ("mean", "prior_mean", "statistics/0/inputs", "prior/5/outputs", "likelihood/noise_rate")
+        for kind in KINDS
+    },
+    "a large N": (lambda header, _: header.update(num_data=10**400), "damaged: its header makes no sense"),
+    "a large λ": (lambda header, _: header.update(kl_weight=10**400), "damaged: its header makes no sense"),
+    "a block that is none": (lambda header, _: header["blocks"].append(1), "damaged: its header makes no sense"),
+    "a block without a name": (lambda header, _: header["blocks"].append({"name": []}), "its header makes no sense"),
+    "a likelihood of numbers": (
+        lambda header, _: header["likelihood"]["config"].update(noise_decay=10**400),
+        "damaged: its likelihood",
+    ),
+    "a likelihood without a name": (lambda header, _: header["likelihood"].update(name=[]), "damaged: its likelihood"),
+    "a prior that is a word": (
+        lambda header, _: header["blocks"][0]["prior"].update(dict.fromkeys(header["blocks"][0]["prior"], "x")),
+        "what prior the block '0' has",
+    ),
     "a small prior": (lambda _, tensors: tensors.update({"prior/0/inputs": torch.ones(1)}), "'prior/0/inputs' is of"),
 }
 MISTAKES |= {
@@ -147,6 +178,18 @@ def test_buffers_and_frozen_parameters_are_finite(name: str, value: float, tmp_p
     spoilt(path, lambda _, tensors: tensors[name].view(-1)[0].fill_(value))
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=f"damaged: '{name}' has NaN or infinite"):
+        ng.load_posterior(path, model)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_buffers_and_frozen_parameters_are_of_the_models_kind(name: str, kind: torch.dtype, tmp_path: Path) -> None:
+    path, model = tmp_path / "posterior.safetensors", Masked()
+    masked_posterior().save(path)
+    spoilt(path, lambda _, tensors: tensors.update({name: tensors[name].to(kind)}))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=f"{name} of another type"):
         ng.load_posterior(path, model)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
 

@@ -153,6 +153,44 @@ def test_another_model_changes_nothing(path):
     assert torch.equal(other.weight, before)
 
 
+def test_another_width_with_batch_norm_changes_nothing(path):
+    """Its running statistics are constants that numbers of the file are compared with."""
+    narrow, wide = (nn.Sequential(nn.Linear(3, n), nn.BatchNorm1d(n), nn.Linear(n, 1)) for n in (4, 5))
+    saved, other = ({"model": m, "optimizer": ng.NoisyKFAC(m, ng.Gaussian(), num_data=8)} for m in (narrow, wide))
+    save_checkpoint(path, **saved)
+    assert_refused_unchanged(path, other, "another model: ")
+    assert_refused_unchanged(path, {"model": wide}, "another model: ")
+
+
+KINDS = [torch.bool, torch.int64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_numbers_of_another_type_change_nothing(path, kind):
+    """They would be cast without a word."""
+    save_checkpoint(path, **trained(3))
+    with safetensors.safe_open(path, framework="pt") as file:
+        names = [name for name in file.keys() if file.get_tensor(name).is_floating_point()]  # noqa: SIM118
+    assert len(names) > 20
+    for name in names:
+        save_checkpoint(path, **trained(3))
+        spoilt(path, lambda _, tensors, name=name: tensors.update({name: tensors[name].to(kind)}))
+        assert_refused_unchanged(path, trained(1), "another model|damaged")
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_model_of_another_width_of_numbers_is_loaded(path, kind):
+    save_checkpoint(path, model=nn.Linear(3, 2).to(kind))
+    load_checkpoint(path, model=nn.Linear(3, 2))
+
+
+def test_a_buffer_of_eight_bits_survives(path):
+    model = nn.Linear(1, 1)
+    model.register_buffer("scale", torch.ones(2).to(torch.float8_e4m3fn))
+    save_checkpoint(path, model=model)
+    load_checkpoint(path, model=model)
+
+
 def test_another_family(path):
     model = MLP(2, (3,), 1)
     save_checkpoint(path, model=model, optimizer=ng.NoisyAdam(model, ng.Gaussian(), num_data=4))

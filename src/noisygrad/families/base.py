@@ -225,9 +225,14 @@ class Statistics(TensorRecord, ABC):
     def with_identity(self, share: Tensor | float) -> Self:
         """(1 − share) F + share · I, moment by moment, as new tensors; what is no matrix has a way of its own."""
         found = {name: tensor * (1.0 - share) for name, tensor in self.averages().items()}
-        for name, tensor in found.items():
-            if name.startswith(("fisher", "inputs", "outputs")):
-                tensor.diagonal(dim1=-2, dim2=-1).add_(share)
+        matrices = [tensor for name, tensor in found.items() if name.startswith(("fisher", "inputs", "outputs"))]
+        if not matrices:
+            raise TypeError(
+                f"{type(self).__qualname__} has {', '.join(found)}, of which none is called fisher, inputs or outputs: "
+                "define with_identity"
+            )
+        for tensor in matrices:
+            tensor.diagonal(dim1=-2, dim2=-1).add_(share)
         return self.with_tensors(self.tensors() | found)
 
     @abstractmethod

@@ -11,48 +11,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, Self
+from operator import is_not
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from noisygrad.distributed import Ranks
 from noisygrad.families.base import Statistics
 from noisygrad.likelihoods import Counted
 from noisygrad.optim.finite import FiniteTrace, NonFiniteError
+from noisygrad.optim.graph import LossCall, behind
 from noisygrad.optim.user_warning import warn_user
 
 TINY = 1e-30
-
-
-@dataclass(eq=False, slots=True, weakref_slot=True)
-class LossCall:
-    """One loss and what was measured of its batch."""
-
-    root: Node | None
-    """Where its output was made, in autograd's graph."""
-    counted: Counted | None = None
-    """What counts of its batch; None where all does."""
-    first: LossCall | None = None
-    """The first loss of its forward pass, where that is another."""
-    further: list[LossCall] = field(default_factory=list)
-    """Of the first, the others in their order."""
-    statistics: dict[str, Statistics] = field(default_factory=dict)
-    """The mean over examples of the moments, by block."""
-    passes: int = 0
-    """How many backward passes they are the mean of."""
-    noise: Tensor | None = None
-    """The likelihood's own statistic."""
-    parts: float | Tensor = 1.0
-    """How many parts of its targets, such as positions, count of an example."""
-    witness: Tensor | None = None
-    """None where the factor is 1."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether it was not differentiated yet."""
-        return self.witness is not None and self.witness.grad is None
 
 
 @dataclass
@@ -313,95 +286,94 @@ class Accumulated:
             )
 
 
-@dataclass(frozen=True)
-class Scaling:
-    """What a GradScaler says of the gradients: the scale they have, and whether one of them is infinite."""
-
-    scale: Tensor | None = None
-    found_inf: Tensor | None = None
-
-    @classmethod
-    def of(cls, told: Mapping[str, Any], found: Accumulated) -> Self:
-        """From the attributes that a GradScaler sets; raises where it has unscaled gradients and nobody said so."""
-        if found.unscaled is None and "grad_scale" in told and told["grad_scale"] is None:
-            raise RuntimeError(
-                "a GradScaler has unscaled the gradients, so the factor that the losses were scaled by is not known "
-                "any more: call optimizer.unscale_(scaler) in place of scaler.unscale_(optimizer), then clip. Where a "
-                "framework unscales by itself, bound the step by kl_clip and let it leave the gradients as they are"
-            )
-        return cls(told.get("grad_scale"), told.get("found_inf"))
-
-
 class GradientWatch:
-    """Whose gradients there are: a step takes those of draws alone."""
+    """Whose gradients there are: a step takes those of draws alone, and all of them."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._left: list[tuple[Tensor | None, int]] = []
+        self._left, self._versions = list[Tensor | None](), list[int]()
+        self._added, self._hooks = list[Tensor](), list[RemovableHandle]()
 
-    def check(self, draws: int) -> None:
-        """Before a draw, of which there were some already: raise if gradients were made outside of draws."""
-        if draws:
-            pairs = zip(self._left, self._now(), strict=True)
-            foreign = not all(a is b and v == w for (a, v), (b, w) in pairs)
-        else:
+    def check(self, found: Accumulated) -> None:
+        """Before a draw: raise if gradients were made outside of draws, or were unscaled already."""
+        self._unhook()
+        if found.unscaled is not None:
+            raise RuntimeError(_UNSCALED)
+        if not found.draws:
             self._left = []
             foreign = any(parameter.grad is not None for parameter in self._parameters)
+        else:
+            foreign = any(map(is_not, self._left, self._now())) or self._written()
         if foreign:
-            raise RuntimeError(
-                "there are gradients that were made, or changed, outside sampled(): they do not belong to a draw, so a "
-                "step neither mixes them in nor drops them. Call backward() inside sampled(), each batch in a context "
-                "of its own (a framework that accumulates batches by itself needs its manual form), or "
-                "optimizer.zero_grad() to give them up"
-            )
+            raise RuntimeError(f"there are gradients that were made, or changed, {_OUTSIDE}")
 
-    def check_kept(self) -> None:
-        """In a further draw: raise if gradients of earlier ones are gone."""
-        if self._left and any(
-            a is not None and a is not b for (a, _), (b, _) in zip(self._left, self._now(), strict=False)
-        ):
-            raise RuntimeError("the closure dropped the gradients of an earlier draw: take zero_grad out of it")
+    def check_kept(self, losses: Sequence[LossCall] = ()) -> None:
+        """In a draw: raise if gradients of earlier draws are gone, or of earlier ones of its `losses`."""
+        pairs = zip(self._left, self._parameters, strict=False)
+        gone = bool(self._left) and any(left is not None and one.grad is not left for left, one in pairs)
+        if losses and not gone and not all(loss.waits for loss in losses):
+            gone = all(gradient is None for gradient in self._now())
+        if gone:
+            raise RuntimeError(f"the gradients of an earlier loss of this step are gone: {_DROPPED}")
 
-    def note(self) -> None:
-        """After a draw."""
-        self._left = self._now()
+    def note(self, *, has_loss: bool = False, steps: int = 0) -> None:
+        """After a draw. In steps 1, 2, 4, … what is added to gradients from now on is noticed."""
+        self._left = left = self._now()
+        if has_loss and left[0] is None and all(gradient is None for gradient in left):
+            raise RuntimeError(f"the gradients of this draw are gone: {_DROPPED}")
+        self._versions = [0 if gradient is None else gradient._version for gradient in left]
+        if has_loss and not steps & (steps + 1):  # a loop is the same in every step, and hooks take time
+            self._added = list[Tensor]()
+            self._hooks = [p.register_post_accumulate_grad_hook(self._added.append) for p in self._parameters]
 
-    def _now(self) -> list[tuple[Tensor | None, int]]:
-        gradients = [parameter.grad for parameter in self._parameters]
-        return [(gradient, 0 if gradient is None else gradient._version) for gradient in gradients]
+    def check_step(self) -> None:
+        """Before the step: raise if gradients of draws are gone, or others were made since the last draw."""
+        if self._left and (self._hooks or any(map(is_not, self._left, self._now()))):
+            self._check_changed()
+        self._left = []
+
+    def _check_changed(self) -> None:
+        looked, added = bool(self._hooks), self._added
+        self._unhook()
+        for gradient, now in zip(self._left, self._now(), strict=True):
+            if now is not gradient and gradient is not None:
+                what = "gone" if now is None else "others (to change them, write into them)"
+                raise RuntimeError(f"gradients that the draws of this step have left are {what}: {_DROPPED}")
+            if now is not gradient or added:
+                raise RuntimeError(f"there are gradients that were made, after the last draw, {_OUTSIDE}")
+        zeroed = not any(gradient.is_cuda or bool(gradient.any()) for gradient in self._left if gradient is not None)
+        if looked and zeroed and self._written():
+            raise RuntimeError(f"the gradients that the draws of this step have left were zeroed: {_DROPPED}")
+
+    def _now(self) -> list[Tensor | None]:
+        return [parameter.grad for parameter in self._parameters]
+
+    def _written(self) -> bool:
+        """Whether somebody has written into what was left."""
+        pairs = zip(self._left, self._versions, strict=True)
+        return any(gradient is not None and gradient._version != version for gradient, version in pairs)
+
+    def _unhook(self) -> None:
+        for hook, parameter in zip(self._hooks, self._parameters, strict=False):
+            hook.remove()
+            if not parameter._post_accumulate_grad_hooks:  # which autograd would call all the same
+                parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        self._added, self._hooks = [], []
 
 
-_COPIES = {"ToCopyBackward0", "TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "CloneBackward0"}
-
-
-def behind(root: Node | None) -> tuple[list[Node], list[Node]]:
-    """What an output was made by, in autograd's graph, and the parameters it was made of.
-
-    Copies of a parameter count for it: autocast keeps those of its type from one forward pass to the next.
-    """
-    stack, seen, nodes, leaves = [root], set[Node](), list[Node](), list[Node]()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if not node.next_functions:
-            own = isinstance(getattr(node, "variable", None), nn.Parameter)
-            (leaves if own else nodes).append(node)
-            continue
-        stack += [following for following, _ in node.next_functions]
-        if not _is_copy(node):
-            nodes.append(node)
-    return nodes, leaves
-
-
-def _is_copy(node: Node) -> bool:
-    while node.next_functions:
-        following = node.next_functions[0][0]
-        if node.name() not in _COPIES or following is None:
-            return False
-        node = following
-    return True
+_OUTSIDE = (
+    "outside sampled(): they do not belong to a draw, so a step neither mixes them in nor drops them. Call backward() "
+    "inside sampled(), each batch in a context of its own (a framework that accumulates batches by itself needs its "
+    "manual form), or optimizer.zero_grad() to give them up"
+)
+_DROPPED = (
+    "zero_grad() of the model or of another optimiser, a closure's perhaps, has dropped them, and a step without them "
+    "would be that of other batches, or of the prior alone. Take zero_grad out: step() consumes gradients"
+)
+_UNSCALED = (
+    "optimizer.unscale_(scaler) was called before this draw, whose gradients would have the scale still: call it once, "
+    "after the last draw of a step. optimizer.zero_grad() gives up what there is"
+)
 
 
 def _larger(one: float | Tensor, other: float | Tensor) -> float | Tensor:

@@ -28,8 +28,8 @@ from noisygrad.algorithm.step import NoisyNaturalGradient
 from noisygrad.curvature.capture import Capture, not_compiled
 from noisygrad.kernels.products import without_autocast
 from noisygrad.kernels.threads import run_in_threads
-from noisygrad.optim.accumulated import LossCall
 from noisygrad.optim.execution import Executor
+from noisygrad.optim.graph import LossCall
 from noisygrad.posterior.structure import Structure
 from noisygrad.posterior.weights import FlatWeights, ParameterViews
 

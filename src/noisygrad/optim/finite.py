@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ AT_ONCE = 10
 """This many losses are averaged, for their noise."""
 GROWN = 10.0
 """In ordinary trainings weights were seen to double while the loss was high."""
+LUCK = 100.0
+"""The first loss may be smaller than others by this; two or three are by its second or third root."""
 SMALL = 0.1
 """From a start with smaller weights than usual they may grow to this."""
 
@@ -99,6 +102,28 @@ class RunningStatistics:
         ]
 
 
+@dataclass(frozen=True)
+class Scaling:
+    """What a GradScaler says of the gradients: the scale they have, and whether one of them is infinite."""
+
+    scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any], unscaled: Tensor | None) -> Self:
+        """From the attributes that a GradScaler sets; raises where it has unscaled gradients and nobody said so.
+
+        `unscaled` is the scale that somebody has told.
+        """
+        if unscaled is None and "grad_scale" in told and told["grad_scale"] is None:
+            raise RuntimeError(
+                "a GradScaler has unscaled the gradients, so the factor that the losses were scaled by is not known "
+                "any more: call optimizer.unscale_(scaler) in place of scaler.unscale_(optimizer), then clip. Where a "
+                "framework unscales by itself, bound the step by kl_clip and let it leave the gradients as they are"
+            )
+        return cls(told.get("grad_scale"), told.get("found_inf"))
+
+
 class DivergenceWatch:
     """Warns, once, when weights have grown tenfold since the loss was lowest, and the loss is clearly worse.
 
@@ -118,7 +143,7 @@ class DivergenceWatch:
         self._sums.zero_()
         self._losses: list[float] = []
         self._lowest, self._lowest_at, self._high = math.inf, 0, math.inf
-        self._warned = False
+        self._warned, self._early = False, True
         self._largest = self._largest_now()
 
     def _largest_now(self) -> float:
@@ -138,6 +163,8 @@ class DivergenceWatch:
         if len(self._losses) == AT_ONCE:
             found, self._losses = self._losses, []
             self._average(step, AT_ONCE, sum(found), sum(value * value for value in found))
+        elif self._early and not self._grown(self._largest_now()):  # until there are ten, those of the first weights
+            self._take(step, len(self._losses), sum(self._losses) / len(self._losses), 0.0)
 
     def look(self, step: int) -> None:
         """At what a GPU has added since the last time; waits for it."""
@@ -150,13 +177,22 @@ class DivergenceWatch:
                     self._compare(step, total / count)
 
     def _average(self, step: int, count: int, total: float, squares: float) -> None:
-        """See whether the mean of some losses is the lowest; twice it, and five deviations more than it, is high."""
-        mean = total / count
-        if mean < self._lowest:
-            self._largest = self._largest_now() if self._lowest < math.inf else max(self._largest, self._largest_now())
-            self._lowest, self._lowest_at = mean, step
-            deviation = math.sqrt(max(0.0, squares / count - mean * mean))
-            self._high = mean + max(1.0, abs(mean), 5.0 * deviation)
+        """See whether the mean of some losses is the lowest: what is compared with later, as the weights there are.
+
+        The first may be higher than the very first losses, unless the weights have grown already.
+        """
+        mean, largest = total / count, self._largest_now()
+        deviation = math.sqrt(max(0.0, squares / count - mean * mean))
+        if mean < self._lowest or (self._early and not self._grown(largest)):
+            self._largest = max(self._largest, largest) if self._early else largest
+            self._take(step, count, mean, deviation)
+        self._early = False
+
+    def _take(self, step: int, count: int, mean: float, deviation: float) -> None:
+        """Losses twice their mean, and five deviations more, are high; few may all be small by luck."""
+        few = 1.0 if count >= AT_ONCE else LUCK ** (1.0 / count)
+        self._lowest, self._lowest_at = mean, step
+        self._high = mean + max(1.0, few * abs(mean), 5.0 * deviation)
 
     def _compare(self, step: int, loss: float, moved: Sequence[Tensor] = ()) -> None:
         """With a high loss weights should not be larger than they were."""

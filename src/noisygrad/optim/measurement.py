@@ -19,9 +19,10 @@ from noisygrad.families.units import Unit
 from noisygrad.kernels.factorisation import capturing
 from noisygrad.kernels.products import without_autocast
 from noisygrad.likelihoods import Counted, Likelihood
-from noisygrad.optim.accumulated import Accumulated, LossCall
+from noisygrad.optim.accumulated import Accumulated
 from noisygrad.optim.finite import FiniteGuard, FiniteTrace, known_finite
 from noisygrad.optim.fresh_pass import FirstExamples, half_of, is_out_of_memory
+from noisygrad.optim.graph import LossCall
 from noisygrad.optim.options import Options
 from noisygrad.optim.user_warning import warn_user
 from noisygrad.posterior.modes import with_attributes

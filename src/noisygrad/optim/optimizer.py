@@ -21,12 +21,13 @@ from noisygrad.curvature.fisher import FisherKind
 from noisygrad.distributed import Group, Ranks
 from noisygrad.families.base import DampingMode
 from noisygrad.likelihoods import Likelihood
-from noisygrad.optim.accumulated import Accumulated, Scaling
+from noisygrad.optim.accumulated import Accumulated
 from noisygrad.optim.arguments import explain_arguments
 from noisygrad.optim.assembly import assemble
 from noisygrad.optim.draw import Draw, Drawing
+from noisygrad.optim.finite import Scaling
 from noisygrad.optim.measurement import Closure, unpacked
-from noisygrad.optim.options import FisherPass, GroupPatterns, Options, Schedule, check_arguments, check_groups
+from noisygrad.optim.options import FisherPass, FixedGroups, GroupPatterns, Options, Schedule, check_arguments
 from noisygrad.optim.state import OptimizerState, blocks_of_parameters
 from noisygrad.optim.update import ParamGroups, Transaction
 from noisygrad.posterior.coverage import Coverage
@@ -172,7 +173,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self.covariance = self.algorithm.covariance
         self.transaction = Transaction(self.update, self.structure)
         self._parts = ModelParts(self.model)
-        self._noisy_groups = [group["noise"] for group in self.param_groups]
+        self._groups = FixedGroups(self.param_groups, self.model)
         self._state = OptimizerState(
             kind=type(self).__name__,
             structure=self.structure,
@@ -195,7 +196,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         if self.transaction.is_drawing():
             raise RuntimeError("sampled() contexts cannot be nested")
         self.check_still_valid()
-        self.transaction.watch.check(self.accumulated.draws)
+        self.transaction.watch.check(self.accumulated)
         return self.transaction.enter(drawing)
 
     @overload  # type: ignore[override]
@@ -230,14 +231,14 @@ class NoisyOptimizer(torch.optim.Optimizer):
         self.check_still_valid()
         transaction = self.transaction
         if closure is not None and not self.accumulated.draws:
-            transaction.watch.check(0)
+            transaction.watch.check(self.accumulated)
         try:
             transaction.begin()
             with torch.no_grad():
                 if closure is not None:
                     self._evaluate(closure)
                 loss = None if closure is None else self.accumulated.mean_loss()
-                transaction.make(Scaling.of(vars(self), self.accumulated))
+                transaction.make(Scaling.of(vars(self), self.accumulated.unscaled))
             transaction.interrupts.release()
         except BaseException:
             transaction.give_up()
@@ -253,9 +254,7 @@ class NoisyOptimizer(torch.optim.Optimizer):
         if self._parts.changed():
             self.structure.check_unchanged(self.model)
             self._parts.accept()
-        check_groups(self.param_groups)
-        if [group["noise"] for group in self.param_groups] != self._noisy_groups:
-            raise ValueError("noise of a param group is fixed when the optimiser is made: make a new one")
+        self._groups.check(self.param_groups)
 
     def unscale_(self, scaler: torch.amp.GradScaler) -> None:
         """`scaler.unscale_(optimizer)`, to be called in its place: so the step knows what gradients lack."""

@@ -1,7 +1,6 @@
 """The hyper-parameters of a noisy natural-gradient optimiser, checked when made. Symbols: `docs/conventions.md`."""
 
 import fnmatch
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -22,6 +21,8 @@ from noisygrad.priors import FittedPrior, PriorVariance, check_prior_variance, i
 FisherPass = Literal["same", "fresh"]
 Schedule = float | Callable[[int], float]
 """A number, or a function from the step (1, 2, …) to one."""
+LARGEST = 1e30
+"""Beyond it single precision overflows soon, and no setting makes sense."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,16 +104,20 @@ def _is_number(value: object) -> bool:
 
 
 def positive(name: str, value: float) -> float:
-    """`value` if it is a positive finite number, else a ValueError that names it."""
-    if not _is_number(value) or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{name} must be a positive number, got {value!r}")
+    """`value` if it is a positive number up to `LARGEST`, else a ValueError that names it."""
+    if not _is_number(value) or not 0 < value <= LARGEST:
+        raise ValueError(f"{name} must be a positive number{_limit(value)}, got {value!r}")
     return value
 
 
 def not_negative(name: str, value: float) -> None:
-    """Raise a ValueError that names `value` if it is no finite number of at least 0."""
-    if not _is_number(value) or not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be at least 0, got {value!r}")
+    """Raise a ValueError that names `value` if it is no number from 0 to `LARGEST`."""
+    if not _is_number(value) or not 0 <= value <= LARGEST:
+        raise ValueError(f"{name} must be at least 0{_limit(value)}, got {value!r}")
+
+
+def _limit(value: Any) -> str:
+    return f" and at most {LARGEST:g}" if _is_number(value) and value > LARGEST else ""
 
 
 def fraction(name: str, value: float) -> float:
@@ -202,16 +207,62 @@ def check_groups(groups: Iterable[Mapping[str, Any]]) -> None:
     An lr of 0 is a start that schedules have.
     """
     for group in groups:
-        lr, momentum, damping = group["lr"], group["momentum"], group["damping"]
+        try:
+            lr, momentum, damping = group["lr"], group["momentum"], group["damping"]
+        except KeyError as error:
+            raise ValueError(f"a param group has no {error} any more, or was never one of this optimiser") from error
         if not (
             type(lr) is type(momentum) is type(damping) is float
-            and 0.0 <= lr < math.inf
+            and 0.0 <= lr <= LARGEST
             and 0.0 <= momentum < 1.0
-            and 0.0 <= damping < math.inf
+            and 0.0 <= damping <= LARGEST
         ):
             not_negative("lr of a param group", _rate(lr))
             fraction("momentum of a param group", momentum)
             not_negative("damping of a param group", damping)
+
+
+class FixedGroups:
+    """What of param groups is fixed when an optimiser is made: their parameters, and whether they have noise."""
+
+    def __init__(self, groups: Iterable[Mapping[str, Any]], model: nn.Module) -> None:
+        self._fixed = [(group["noise"], *group["params"]) for group in groups]
+        self._model = model
+
+    def check(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise for a change of what is fixed, and for senseless numbers in the rest."""
+        check_groups(groups)
+        try:  # a comparison of tuples asks first whether objects are identical
+            same = [(group["noise"], *group["params"]) for group in groups] == self._fixed
+        except (KeyError, RuntimeError):  # there is no truth value of two tensors that are compared
+            same = False
+        if not same:
+            self._raise(groups)
+
+    def _raise(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        if len(groups) != len(self._fixed):
+            raise ValueError(
+                f"there are {len(groups)} param groups, but the optimiser was made with {len(self._fixed)}: they are "
+                "fixed then; use the argument `groups`"
+            )
+        for (noise, *parameters), group in zip(self._fixed, groups, strict=True):
+            if group.get("noise") != noise:
+                raise ValueError("noise of a param group is fixed when the optimiser is made: make a new one")
+            now = list(group.get("params", ()))
+            added, lost = (self._names(*pair) for pair in ((now, parameters), (parameters, now)))
+            if added or lost:
+                raise ValueError(
+                    "the parameters of a param group are fixed when the optimiser is made: "
+                    f"{format_names(added) or 'none'} added, {format_names(lost) or 'none'} lost. Make a new "
+                    "optimiser of a model that holds them all"
+                )
+        raise ValueError("the parameters of a param group are in another order than when the optimiser was made")
+
+    def _names(self, some: Iterable[Tensor], others: Sequence[Tensor]) -> list[str]:
+        """What those that are not among the others are called in the model."""
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        left = [parameter for parameter in some if not any(parameter is other for other in others)]
+        return [names.get(id(one), f"a {type(one).__name__} of shape {[*one.shape]}") for one in left]
 
 
 def _rate(lr: Any) -> Any:

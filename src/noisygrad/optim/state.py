@@ -8,13 +8,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from noisygrad.archive import not_finite
+from noisygrad.archive import converts, not_finite
 from noisygrad.families.base import TensorRecord
 from noisygrad.optim.generators import part_generators_
 from noisygrad.optim.options import GROUP_OPTIONS, check_groups
@@ -110,15 +111,20 @@ class OptimizerState:
                 ):
                     raise ValueError(f"{name} of the state's param groups has the shape {list(value.shape)}")
         entries = self._entries()
-        shapes = {name: shape for entry in entries for name, shape in entry.shapes().items()}
+        ours = {key: tensor for entry in entries for key, tensor in entry.like().items()}
         theirs = {(order[int(number)], name): t for number, own in state["state"].items() for name, t in own.items()}
-        found = {key: tensor.shape for key, tensor in theirs.items()}
-        wrong = sorted({name for _, name in dict(shapes.items() ^ found.items())})
+        shapes = [{(key, tensor.shape) for key, tensor in tensors.items()} for tensors in (ours, theirs)]
+        wrong = sorted({name for (_, name), _ in shapes[0] ^ shapes[1]})
         if wrong:
             raise ValueError(
                 f"the state belongs to another model, other groups, another damping or momentum mode: "
                 f"{', '.join(wrong[:4])} {'differs' if len(wrong) == 1 else 'differ'} in shape or presence"
             )
+        other = {name for (index, name), own in ours.items() if not converts(theirs[index, name], own)}
+        noise = self.parts.likelihood.state_dict().items()
+        other |= {name for name, own in noise if not converts(state["likelihood"].get(name, own), own)}
+        if other:
+            raise ValueError(f"the state is damaged: numbers of another type in {', '.join(sorted(other)[:4])}")
         priors = {key: tensor for entry in entries if entry.is_prior for key, tensor in entry.read().items()}
         if any(not torch.equal(tensor.cpu(), theirs[key].cpu()) for key, tensor in priors.items()):
             raise ValueError(
@@ -230,9 +236,10 @@ class _Vector:
         self._keys = {parameter: (index, name) for index, parameter in enumerate(structure.parameters)}
         self._shapes = structure.shapes
 
-    def shapes(self) -> dict[Key, torch.Size]:
-        """Of what `read` returns; nothing is copied for it."""
-        return {key: self._shapes[parameter] for parameter, key in self._keys.items()}
+    def like(self) -> dict[Key, Tensor]:
+        """What `read` returns, without its numbers; nothing is copied for it."""
+        empty = partial(torch.empty, dtype=self._weights.flat.dtype, device="meta")
+        return {key: empty(self._shapes[parameter]) for parameter, key in self._keys.items()}
 
     def read(self) -> dict[Key, Tensor]:
         """Copies, every matrix as one tensor and every parameter row by row."""
@@ -255,8 +262,8 @@ class _Record:
     ) -> None:
         self._index, self._name, self._record, self._owner, self.is_prior = index, name, record, owner, is_prior
 
-    def shapes(self) -> dict[Key, torch.Size]:
-        return {self._key(name): tensor.shape for name, tensor in self._like().tensors().items()}
+    def like(self) -> dict[Key, Tensor]:
+        return {self._key(name): tensor for name, tensor in self._like().tensors().items()}
 
     def read(self) -> dict[Key, Tensor]:
         whole = self._record.unpacked().tensors()

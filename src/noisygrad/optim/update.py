@@ -15,10 +15,10 @@ from noisygrad.distributed import GradientReduction, Ranks
 from noisygrad.kernels.factorisation import capturing
 from noisygrad.kernels.products import without_autocast
 from noisygrad.likelihoods import Likelihood
-from noisygrad.optim.accumulated import Accumulated, GradientWatch, Scaling
+from noisygrad.optim.accumulated import Accumulated, GradientWatch
 from noisygrad.optim.draw import Draw, DrawnWeights, Interrupts
 from noisygrad.optim.execution import DeviceScalars, Executor
-from noisygrad.optim.finite import FiniteGuard, RunningStatistics
+from noisygrad.optim.finite import FiniteGuard, RunningStatistics, Scaling
 from noisygrad.optim.measurement import BatchMeasurement
 from noisygrad.optim.options import Options
 from noisygrad.posterior.structure import Structure
@@ -312,8 +312,8 @@ class Transaction:
                 self.give_up()
             else:
                 self.end_draw()
-                self.watch.note()
                 draw.check_differentiated()
+                self.watch.note(has_loss=draw.has_loss, steps=self.steps)
                 self.interrupts.release()
         except BaseException:
             self.give_up()
@@ -339,6 +339,7 @@ class Transaction:
     def _loss(self, capture: Capture | None, *given: Any) -> Tensor:
         self.interrupts.hold()
         try:
+            self.watch.check_kept(self.accumulated.pending)
             return self._update.measurement.loss(self.accumulated, capture, *given, observe=True)
         finally:
             self.interrupts.allow()
@@ -356,6 +357,7 @@ class Transaction:
     def make(self, scaling: Scaling) -> None:
         """Make the step."""
         self.accumulated.check_complete()
+        self.watch.check_step()
         with without_autocast(self._weights.flat.device.type):  # in which Lightning calls `step`
             self._update.apply(self.steps + 1, self.accumulated, scaling, self.interrupts.deliver)
         self._finish()

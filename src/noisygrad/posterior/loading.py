@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from noisygrad.archive import difference, not_finite, read_archive
+from noisygrad.archive import converts, difference, not_finite, read_archive
 from noisygrad.curvature.capture import unwrapped
 from noisygrad.families import FAMILIES
 from noisygrad.families.base import DampingMode, Prior, Statistics, TensorRecord
@@ -19,7 +19,7 @@ from noisygrad.posterior.blocks import Block
 from noisygrad.posterior.faults import format_names
 from noisygrad.posterior.posterior import FORMAT, Posterior
 from noisygrad.posterior.prior import BlockPriors
-from noisygrad.posterior.structure import build_structure
+from noisygrad.posterior.structure import Structure, build_structure
 from noisygrad.posterior.weights import FlatWeights
 
 HEADER: dict[str, tuple[type, ...]] = {
@@ -46,10 +46,40 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: str | None = N
     format, of another model, with NaN or infinite entries, or of another family than `family` where that is given.
     """
     header, tensors = read_archive(path, "posterior", FORMAT)
+    model = unwrapped(model)
+    try:
+        likelihood, structure, statistics, priors, fixed = _read(path, header, tensors, model, family)
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: its header makes no sense ({error})") from error
+    mean = FlatWeights(structure, tensors["mean"].to(priors.mean.device))
+    with torch.no_grad():
+        mean.write_parameters_()
+        for own, tensor in fixed:
+            own.copy_(tensor)
+    return Posterior(
+        model,
+        likelihood,
+        structure,
+        mean.flat,
+        statistics,
+        priors,
+        num_data=header["num_data"],
+        kl_weight=header["kl_weight"],
+        damping_mode=header["damping_mode"],
+        noise_bound=header["noise_bound"],
+        identity_share=header["identity_share"],
+    )
+
+
+def _read(
+    path: str | Path, header: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, family: str | None
+) -> tuple[Likelihood, Structure, dict[str, Statistics], BlockPriors, list[tuple[Tensor, Tensor]]]:
+    """What a posterior is made of, and the model's own tensors with those to be copied into them."""
     wrong = [name for name, kinds in HEADER.items() if not isinstance(header.get(name), kinds)]
     if wrong:
         raise ValueError(f"{path} is damaged: its header lacks {format_names(wrong)}")
-    if header["num_data"] < 1 or not 0 < header["kl_weight"] < math.inf or header["damping_mode"] not in MODES:
+    numbers = (header["num_data"], header["kl_weight"])
+    if not all(0 < float(number) < math.inf for number in numbers) or header["damping_mode"] not in MODES:
         raise ValueError(f"{path} is damaged: num_data, kl_weight or damping_mode in its header make no sense")
     if not (0 <= header["noise_bound"] < math.inf and 0 <= header["identity_share"] <= 1):
         raise ValueError(f"{path} is damaged: noise_bound or identity_share in its header makes no sense")
@@ -60,7 +90,6 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: str | None = N
         )
     if family is not None and header["family"] != family:
         raise ValueError(f"{path} holds a posterior of the family {header['family']!r}, not {family!r}")
-    model = unwrapped(model)
     own = {name: list(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     if own != header["parameters"]:
         raise ValueError(f"{path} belongs to another model: parameter {difference(header['parameters'], own)}")
@@ -81,6 +110,8 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: str | None = N
     if any(name not in tensors or tensors[name].shape != p.shape for name, p in frozen.items()):
         raise ValueError(f"{path} belongs to another model: its frozen parameters differ")
     fixed = buffers | frozen
+    if other := [name for name, own in fixed.items() if not converts(tensors[name], own)]:
+        raise ValueError(f"{path} belongs to another model, or is damaged: {format_names(other)} of another type")
     # As the model has them: a number may be too large for a narrower type.
     if bad := not_finite({name: tensors[name].to(own.dtype) for name, own in fixed.items()}, buffers):
         raise ValueError(f"{path} is damaged: {bad!r} has NaN or infinite entries")
@@ -88,8 +119,9 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: str | None = N
     flat = torch.Size([*structure.replicas, structure.size])
     _check(path, "", tensors, {"mean": flat, "prior_mean": flat})
     first = next(iter(structure.parameters.values()))
+    pairs = [(own, tensors[name]) for name, own in fixed.items()]
     tensors = {name: t if name.startswith("buffer/") else t.to(first.device) for name, t in tensors.items()}
-    statistics, priors = {}, {}
+    statistics, priors = dict[str, Statistics](), {}
     for block in structure.blocks:
         plain = block.prior(lambda name: 1.0, tensors["mean"])
         like = block.family.identity(plain)
@@ -97,25 +129,10 @@ def load_posterior(path: str | Path, model: nn.Module, *, family: str | None = N
         statistics[block.name] = like.copy_(type(like).from_tensors(found, {}))
         priors[block.name] = _prior(path, block, plain, entries[block.name], tensors, like)
     noise = _part(tensors, "likelihood")
-    _check(path, "likelihood/", tensors, {name: tensor.shape for name, tensor in noise.items()})
+    if bad := not_finite(noise, {}):
+        raise ValueError(f"{path} is damaged: {'likelihood/' + bad!r} has NaN or infinite entries")
     likelihood = _likelihood(path, header["likelihood"], noise, structure.replicas, tensors["mean"])
-    with torch.no_grad():
-        FlatWeights(structure, tensors["mean"]).write_parameters_()
-        for name, tensor in fixed.items():
-            tensor.copy_(tensors[name])
-    return Posterior(
-        model,
-        likelihood,
-        structure,
-        tensors["mean"],
-        statistics,
-        BlockPriors(tensors["prior_mean"], priors),
-        num_data=header["num_data"],
-        kl_weight=header["kl_weight"],
-        damping_mode=header["damping_mode"],
-        noise_bound=header["noise_bound"],
-        identity_share=header["identity_share"],
-    )
+    return likelihood, structure, statistics, BlockPriors(tensors["prior_mean"], priors), pairs
 
 
 def _part(tensors: Mapping[str, Tensor], part: str) -> dict[str, Tensor]:
@@ -139,6 +156,8 @@ def _check(
             raise ValueError(
                 f"{path} is damaged: {prefix + name!r} is of shape {list(tensor.shape)}, not {list(shape)}"
             )
+        if tensor.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"{path} is damaged: {prefix + name!r} has numbers of the type {tensor.dtype}")
         if not bool(tensor.isfinite().all()):
             raise ValueError(f"{path} is damaged: {prefix + name!r} has NaN or infinite entries")
         found[name] = tensor
@@ -154,7 +173,8 @@ def _prior(
     statistics: Statistics,
 ) -> Prior:
     """The prior of a block, which is like a plain one or like what a posterior with such statistics becomes."""
-    if not isinstance(settings, dict) or settings.keys() != plain.settings().keys():
+    usual = {name: type(value) for name, value in plain.settings().items()}
+    if not isinstance(settings, dict) or {name: type(value) for name, value in settings.items()} != usual:
         raise ValueError(f"{path} is damaged: its header does not tell what prior the block {block.name!r} has")
     fitted = not settings.get("diagonal", True)
     shapes = block.family.fitted_prior_shapes(statistics) if fitted else _shapes(plain)
@@ -167,9 +187,12 @@ def _likelihood(
     try:
         likelihood = by_name(entry["name"]).from_config(entry["config"])
         likelihood.bind(replicas, like.device, like.dtype)
+        own = likelihood.state_dict()
+        if other := [name for name, tensor in state.items() if name in own and not converts(tensor, own[name])]:
+            raise TypeError(f"{format_names(other)} of another type")
         likelihood.load_state_dict(state)
     except UnknownLikelihoodError as error:
         raise ValueError(f"{path}: {error}") from error
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{path} is damaged: its likelihood {entry!r} cannot be made ({error})") from error
     return likelihood

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from noisygrad.archive import difference, not_finite, read_archive, write_archive
+from noisygrad.archive import converts, difference, not_finite, read_archive, write_archive
 
 FORMAT = 1
 _MARK = "\0"
@@ -91,12 +91,11 @@ def load_checkpoint(
             raise CheckpointError(f"{path} holds no state of the {name}: it was saved without `{name}=`")
         if not isinstance(state[name], dict):
             raise CheckpointError(f"{path} is damaged: its state of the {name} is a {type(state[name]).__name__}")
+    if model is not None:
+        _check_model(path, state["model"], model.state_dict())
+    for name in given:
         if name != "scheduler" and (bad := _not_finite(state[name], name, model)):
             raise CheckpointError(f"{path} is damaged: {bad!r} has NaN or infinite entries")
-    if model is not None:
-        theirs, ours = _shapes(state["model"]), _shapes(model.state_dict())
-        if theirs != ours:
-            raise CheckpointError(f"{path} belongs to another model: {difference(theirs, ours)}")
     _load_all(path, given, state)
     return extra
 
@@ -126,8 +125,19 @@ def _state_of(part: Stateful) -> dict[str, Any]:
         return part.state_dict()
 
 
-def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in state.items() if isinstance(tensor, Tensor)}
+def _check_model(path: str | Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raise unless the tensors of a model's state are of our shapes, and of types that can stand in their place."""
+    there, here = _tensors(theirs), _tensors(ours)
+    their_shapes, our_shapes = ({n: tuple(t.shape) for n, t in found.items()} for found in (there, here))
+    if their_shapes != our_shapes:
+        raise CheckpointError(f"{path} belongs to another model: {difference(their_shapes, our_shapes)}")
+    if other := [name for name in there if not converts(there[name], here[name])]:
+        types = ({name: found[name].dtype for name in other} for found in (there, here))
+        raise CheckpointError(f"{path} belongs to another model, or is damaged: {difference(*types)}")
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
 
 def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
