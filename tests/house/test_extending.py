@@ -126,8 +126,7 @@ def test_a_whole_family(tmp_path: Path) -> None:
     close(prior.matrix(), first.matrix * 64)
     x = names["x"]
     inputs = torch.cat([x, torch.ones(64, 1, dtype=x.dtype)], dim=1)
-    expected = (50 * inputs.mT @ inputs / 64 + torch.eye(5, dtype=x.dtype)) / 51  # 50 updates, and the identity
-    close(names["optimizer"].covariance.statistics["0"].second_moment, expected)
+    close(names["optimizer"].covariance.statistics["0"].second_moment, inputs.mT @ inputs / 64)
     second.step(lambda: (model(x), names["y"]))
     second.posterior().save(tmp_path / "posterior")
     loaded = ng.load_posterior(tmp_path / "posterior", model)
