@@ -172,6 +172,9 @@ def test_a_floor_is_added_or_refused() -> None:
     class Squares(base.Statistics):
         squares: Tensor
 
+        def determined(self, precision: base.Precision) -> NoReturn:
+            raise NotImplementedError
+
         def factorise(self, prior: base.Prior, damping: float = 0.0, mode: base.DampingMode = "factored") -> NoReturn:
             raise NotImplementedError
 
