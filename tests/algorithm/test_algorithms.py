@@ -79,6 +79,23 @@ def damped(A: Tensor, S: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     return A + pi * math.sqrt(gamma) * eye_a, S + math.sqrt(gamma) / pi * eye_s
 
 
+def average(measured: list[Tensor]) -> Tensor:
+    """Of all measurements, each counting `DECAY` times as much as the next one."""
+    weights = [DECAY**age for age in reversed(range(len(measured)))]
+    return sum(weight * one for weight, one in zip(weights, measured, strict=True)) / sum(weights)
+
+
+def steadied(F: Tensor, one: Tensor, updates: int) -> Tensor:
+    """What factors are made of: a share of the identity, or of a diagonal of ones, that measurements push aside."""
+    share = 1 / (updates + 1) ** 2
+    return (1 - share) * F + share * one
+
+
+def clip_of(case: dict, likelihood: str) -> float | None:
+    """For a Gaussian of two outputs twice as much as for one number of classes."""
+    return case["kl_clip"] * (2 if likelihood == "gaussian" else 1) if "kl_clip" in case else None
+
+
 def clip_factor(pairs: list[tuple[Tensor, Tensor]], clip: float | None) -> float:
     if clip is None:
         return 1.0
@@ -133,13 +150,14 @@ def test_noisy_kfac_is_algorithm_2(case: dict, likelihood: str) -> None:
     naive = NaiveNetwork(likelihood)
 
     M = [torch.cat([m.weight, m.bias[:, None]], 1).detach().clone() for m in layers]
-    A = [torch.eye(w.shape[1], dtype=torch.float64) for w in M]
-    S = [torch.eye(w.shape[0], dtype=torch.float64) for w in M]
+    one_A = [torch.eye(w.shape[1], dtype=torch.float64) for w in M]
+    one_S = [torch.eye(w.shape[0], dtype=torch.float64) for w in M]
+    A, S = [0 * a for a in one_A], [0 * s for s in one_S]
+    every_A, every_S = [], []
     momentum = [torch.zeros_like(w) for w in M]
     gamma = GAMMA_IN + case.get("damping", 0.0)
-    samplers = [damped(a, s, GAMMA_IN) for a, s in zip(A, S, strict=True)]
-    steppers = [damped(a, s, gamma) for a, s in zip(A, S, strict=True)]
-    updates = 0
+    samplers = [damped(a, s, GAMMA_IN) for a, s in zip(one_A, one_S, strict=True)]
+    steppers = [damped(a, s, gamma) for a, s in zip(one_A, one_S, strict=True)]
     beta, heavy = case["momentum"], case.get("momentum_mode") == "heavy_ball"
     for step in range(1, STEPS + 1):
         x, y = batch_at(step, likelihood)
@@ -163,18 +181,20 @@ def test_noisy_kfac_is_algorithm_2(case: dict, likelihood: str) -> None:
                     new_A[i] += torch.outer(a, a) / (len(x) * draws)
                     new_S[i] += torch.outer(g, g) / (len(x) * draws)
         if stats:
-            updates += 1
-            kept = min(1 - 1 / (updates + 1), DECAY)
-            A = [kept * old + (1 - kept) * new for old, new in zip(A, new_A, strict=True)]
-            S = [kept * old + (1 - kept) * new for old, new in zip(S, new_S, strict=True)]
+            every_A.append(new_A)
+            every_S.append(new_S)
+            A = [average(list(measured)) for measured in zip(*every_A, strict=True)]
+            S = [average(list(measured)) for measured in zip(*every_S, strict=True)]
         if due(step, case.get("factor_every", 1), case.get("factor_every", 1)):
-            samplers = [damped(a, s, GAMMA_IN) for a, s in zip(A, S, strict=True)]
-            steppers = [damped(a, s, gamma) for a, s in zip(A, S, strict=True)]
+            near_A = [steadied(a, one, len(every_A)) for a, one in zip(A, one_A, strict=True)]
+            near_S = [steadied(s, one, len(every_S)) for s, one in zip(S, one_S, strict=True)]
+            samplers = [damped(a, s, GAMMA_IN) for a, s in zip(near_A, near_S, strict=True)]
+            steppers = [damped(a, s, gamma) for a, s in zip(near_A, near_S, strict=True)]
         if not heavy and beta:
             momentum = [beta * m + (1 - beta) * v for m, v in zip(momentum, V, strict=True)]
             V = [m / (1 - beta**step) for m in momentum]
         U = [torch.linalg.inv(s) @ v @ torch.linalg.inv(a) for v, (a, s) in zip(V, steppers, strict=True)]
-        factor = clip_factor(list(zip(V, U, strict=True)), case.get("kl_clip"))
+        factor = clip_factor(list(zip(V, U, strict=True)), clip_of(case, likelihood))
         U = [factor * u for u in U]
         if heavy:
             momentum = U = [beta * m + u for m, u in zip(momentum, U, strict=True)]
@@ -212,10 +232,9 @@ def test_noisy_adam_is_algorithm_1(case: dict, likelihood: str) -> None:
         return torch.cat([part for w in found for part in (w[:, :-1].flatten(), w[:, -1])])
 
     mean = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-    f, m = torch.ones_like(mean), torch.zeros_like(mean)
-    factor_f = f
+    one, m = torch.ones_like(mean), torch.zeros_like(mean)
+    f, factor_f, every_f = 0 * one, one, []
     gamma, beta = GAMMA_IN + case.get("damping", 0.0), case["momentum"]
-    updates = 0
     for step in range(1, STEPS + 1):
         x, y = batch_at(step, likelihood)
         draws = case.get("mc_samples", 1)
@@ -231,17 +250,16 @@ def test_noisy_adam_is_algorithm_1(case: dict, likelihood: str) -> None:
             for example in pairs:
                 squares += vector([torch.outer(g, a) for a, g in example]) ** 2 / (len(x) * draws)
         if stats:
-            updates += 1
-            kept = min(1 - 1 / (updates + 1), DECAY)
-            f = kept * f + (1 - kept) * squares
+            every_f.append(squares)
+            f = average(every_f)
         if due(step, case.get("factor_every", 1), case.get("factor_every", 1)):
-            factor_f = f
+            factor_f = steadied(f, one, len(every_f))
         heavy = case.get("momentum_mode") == "heavy_ball"
         if not heavy and beta:
             m = beta * m + (1 - beta) * v
             v = m / (1 - beta**step)
         u = v / (factor_f + gamma)
-        u = u * clip_factor([(v, u)], case.get("kl_clip"))
+        u = u * clip_factor([(v, u)], clip_of(case, likelihood))
         if heavy:
             m = u = beta * m + u
         mean = mean + LR * u

@@ -52,20 +52,6 @@ def start(family: str, **options: object) -> ng.NoisyOptimizer:
     return OPTIMIZERS[family](model, ng.Gaussian(noise_variance=NOISE), **settings | options)
 
 
-@pytest.mark.parametrize("family", list(OPTIMIZERS))
-def test_a_fading_start_keeps_its_share_of_the_identity(family: str) -> None:
-    """After one update nine tenths of it and one of what was measured; half and half where it is forgotten."""
-    found = {}
-    x, y = regression()
-    for way in ("brief", "fading"):
-        optimizer = start(family, fisher_decay=0.9, fisher_start=way, noise=False)
-        identity = optimizer.covariance.fisher.moments.clone()
-        optimizer.step(lambda optimizer=optimizer: (optimizer.model(x), y))
-        found[way] = optimizer.covariance.fisher.moments.clone()
-    measured = 2.0 * found["brief"] - identity
-    torch.testing.assert_close(found["fading"], 0.9 * identity + 0.1 * measured, rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize("family", ["diagonal", "full", "kronecker"])
 def test_a_floor_is_added_to_the_fisher(family: str) -> None:
     """εI; for Kronecker factors ε I ⊗ A/a, whose mean diagonal is ε and which rescaled inputs do not change."""

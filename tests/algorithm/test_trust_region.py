@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
+import noisygrad as ng
 from noisygrad.algorithm.step import clip_factor
 from support.compare import batches, each_optimizer, make, mlp, train
 from support.families import few, normal, seeds
@@ -49,7 +50,11 @@ def test_the_factor_is_that_of_all_groups(
 @each_optimizer
 @pytest.mark.parametrize("order", [("2.*", "4.*"), ("4.*", "2.*")], ids=str)
 def test_a_step_of_several_groups_is_as_long_as_it_may_be(kind: type, order: tuple[str, str]) -> None:
-    """gᵀv = vᵀ P v for v = P⁻¹ g, so the length is that of what moved, each group by its rate, in the metric of P."""
+    """gᵀv = vᵀ P v for v = P⁻¹ g, so the length is that of what moved, each group by its rate, in the metric of P.
+
+    P is what the step was made with, the start's share of the identity included. A target of two numbers has twice the
+    Fisher of one, and its steps may be twice as long.
+    """
     rates = dict(zip(order, (0.2, 0.5), strict=True))
     model = mlp()
     optimizer = make(kind, model, kl_clip=CLIP, momentum=0.0, groups={name: {"lr": lr} for name, lr in rates.items()})
@@ -60,7 +65,46 @@ def test_a_step_of_several_groups_is_as_long_as_it_may_be(kind: type, order: tup
         moved, covariance = optimizer.weights.mean.flat - start, optimizer.covariance
         lengths = dict.fromkeys(range(3), 0.0)
         for block in covariance.blocks:
-            precision = covariance.statistics[block.name].factorise(covariance.priors[block.name])
+            near = covariance.statistics[block.name].with_identity(covariance.identity_share)
+            precision = near.factorise(covariance.priors[block.name])
             lengths[block.group] += float(precision.quad(block.vector(moved)).sum())
-        assert sum(lengths.values()) == pytest.approx(CLIP, rel=1e-6)
+        assert sum(lengths.values()) == pytest.approx(2 * CLIP, rel=1e-6)
         assert min(lengths.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("outputs", "likelihood", "parts"),
+    [
+        ((), ng.Gaussian(), 1),
+        ((3,), ng.Gaussian(), 3),
+        ((4, 3), ng.Gaussian(), 12),
+        ((3,), ng.Categorical(), 1),
+        ((4, 3), ng.Categorical(), 4),
+    ],
+    ids=lambda given: getattr(type(given), "__name__", "") if isinstance(given, ng.Likelihood) else str(given),
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_trust_region_grows_with_the_parts_of_a_target(
+    outputs: tuple[int, ...], likelihood: ng.Likelihood, parts: int, masked: bool
+) -> None:
+    """With outputs of a Gaussian and positions of classes; those that a mask leaves out do not count."""
+    torch.manual_seed(0)
+    positions = outputs[:-1] if isinstance(likelihood, ng.Categorical) else outputs
+    if masked and not positions:
+        pytest.skip("there is but one part")
+    model = nn.Sequential(nn.Linear(3, math.prod(outputs)), nn.Unflatten(1, outputs or (1,))).double()
+    optimizer = make(ng.NoisyAdam, model, likelihood, kl_clip=CLIP, momentum=0.0)
+    x = normal(1, 6, 3)
+    if isinstance(likelihood, ng.Categorical):
+        target = normal(2, 6, *positions, outputs[-1]).argmax(-1)
+    else:
+        target = normal(2, 6, *(outputs or (1,)))
+    before, counted = optimizer.weights.mean.flat.clone(), []
+    if masked:
+        counted = [None, torch.ones(6, *positions, dtype=torch.bool)]
+        counted[1].flatten(1)[:, 0] = False
+        parts -= 1
+    optimizer.step(lambda: (model(x), target, *counted))
+    moved = optimizer.weights.mean.flat - before
+    precision = 1 / optimizer.covariance.solve(torch.ones_like(moved))
+    assert float((precision * moved.square()).sum()) == pytest.approx(parts * CLIP, rel=1e-6)

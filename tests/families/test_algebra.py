@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NoReturn
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from noisygrad.families import base, dense, kronecker
+from noisygrad.families import base, dense, diagonal, eigen, kronecker
 from noisygrad.kernels.triangles import times_large_lower
+from support.eigen_cases import PRIORS
+from support.eigen_cases import fitted as eigen_fitted
 from support.families import (
     CASES,
     chain_prior,
@@ -172,8 +176,120 @@ def test_a_floor_is_added_or_refused() -> None:
     class Squares(base.Statistics):
         squares: Tensor
 
+        def determined(self, precision: base.Precision) -> NoReturn:
+            raise NotImplementedError
+
         def factorise(self, prior: base.Prior, damping: float = 0.0, mode: base.DampingMode = "factored") -> NoReturn:
             raise NotImplementedError
 
     with pytest.raises(TypeError, match="has squares, of which none is called fisher or outputs: define add_floor_"):
         Squares(torch.ones(3)).add_floor_(0.1)
+
+
+# ---------------------------------------------------------------- how much the data determine
+
+
+def dense_fisher(statistics: Any) -> Tensor:
+    """F̄ of a block without batch dimensions, from its definition."""
+    if isinstance(statistics, diagonal.Statistics):
+        return torch.diag(statistics.fisher)
+    if isinstance(statistics, dense.Statistics):
+        return statistics.fisher
+    if isinstance(statistics, eigen.Statistics):
+        dual = torch.linalg.inv(torch.kron(statistics.left, statistics.right))
+        return dual.mT @ torch.diag(statistics.fisher.flatten()) @ dual
+    if isinstance(statistics, kronecker.Statistics):
+        return torch.kron(statistics.outputs.contiguous(), statistics.inputs.contiguous())
+    own = [
+        torch.kron(s.contiguous(), a.contiguous()) for s, a in zip(statistics.outputs, statistics.inputs, strict=True)
+    ]
+    found, start = torch.block_diag(*own), 0
+    for block, after, s, a in zip(own, own[1:], statistics.cross_outputs, statistics.cross_inputs, strict=False):
+        end = start + len(block)
+        found[start:end, end : end + len(after)] = torch.kron(s.contiguous(), a.contiguous())
+        found[end : end + len(after), start:end] = torch.kron(s.contiguous(), a.contiguous()).mT
+        start = end
+    return found
+
+
+SHAPES = [(3, 4), (4, 3), (2, 5)]
+DETERMINED: dict[str, Callable[[int, tuple[int, ...]], tuple[Any, Any]]] = {
+    "diagonal": lambda seed, batch: (
+        diagonal.Prior(positive(seed, *batch, 7)),
+        diagonal.Statistics(normal(seed + 1, *batch, 4, 7).square().mean(-2)),
+    ),
+    "dense": lambda seed, batch: (
+        dense.Prior(positive(seed, *batch, 7), diagonal=True),
+        dense.Statistics.measure(normal(seed + 1, *batch, 4, 7)),
+    ),
+    "kronecker": lambda seed, batch: (
+        kronecker.Prior.from_columns(positive(seed, *batch, 5), 4),
+        kronecker_statistics(seed + 7, batch, 4, 5),
+    ),
+    "tridiagonal": lambda seed, batch: (chain_prior(seed, batch, SHAPES), chain_statistics(seed, batch, SHAPES)),
+    **{f"eigen-{kind}": partial(eigen_fitted, kind) for kind in PRIORS},
+}
+
+
+@pytest.mark.parametrize("mode", ["factored", "exact"])
+@pytest.mark.parametrize("family", DETERMINED)
+@pytest.mark.parametrize("batch", [(), (3,)], ids=str)
+@few
+@given(seed=seeds)
+def test_determined_is_the_trace_of_the_fisher_by_the_covariance(
+    mode: base.DampingMode, family: str, batch: tuple[int, ...], seed: int
+) -> None:
+    """Of all weights at most, and of none without a Fisher; as it is with inverses and without terms."""
+    if mode == "exact" and family == "tridiagonal":
+        pytest.skip("a chain is never damped exactly")
+    prior, statistics = DETERMINED[family](seed, batch)
+    precision = statistics.factorise(prior, 0.0, mode)
+    matrices = precision.to_dense()
+    each = [statistics.map(lambda tensor, i=i: tensor[i]) for i in range(batch[0])] if batch else [statistics]
+    flat = matrices.reshape(-1, *matrices.shape[-2:])
+    traces = [torch.linalg.solve(p, dense_fisher(one)).trace() for p, one in zip(flat, each, strict=True)]
+    expected = torch.stack(traces).reshape(batch)
+    for same in (precision, precision.drop_terms(), precision.drop_terms().with_inverses()):
+        close(statistics.determined(same), expected, 1e-8)
+    assert (expected < matrices.shape[-1]).all()
+    nothing = statistics.map_averages(torch.zeros_like)
+    assert (nothing.determined(nothing.factorise(prior, 0.0, mode)).abs() < 1e-12).all()
+
+
+@pytest.mark.parametrize("family", DETERMINED)
+def test_a_share_of_the_identity_is_of_each_moment(family: str) -> None:
+    """Couplings between layers only lose; what is not an average stays; nothing is changed in place."""
+    _, statistics = DETERMINED[family](3, (2,))
+    before = statistics.clone().tensors()
+    mixed = statistics.with_identity(torch.tensor(0.3, dtype=torch.float64)).tensors()
+    for name, tensor in statistics.tensors().items():
+        assert torch.equal(tensor, before[name])
+        expected = tensor
+        if family.startswith("eigen") and name == "fisher":
+            basis = torch.stack([torch.kron(a, b) for a, b in zip(statistics.left, statistics.right, strict=True)])
+            lengths = basis.square().sum(-2).unflatten(-1, tensor.shape[-2:])
+            expected = 0.7 * tensor + 0.3 * lengths
+        elif name in {"left", "right"} or (family.startswith("eigen") and name != "fisher"):
+            expected = tensor
+        elif name.startswith("cross"):
+            expected = 0.7 * tensor
+        elif family == "diagonal":
+            expected = 0.7 * tensor + 0.3
+        else:
+            expected = 0.7 * tensor + 0.3 * torch.eye(tensor.shape[-1], dtype=torch.float64)
+        close(mixed[name], expected)
+
+
+def test_averages_with_a_layer_that_was_not_used_yet_are_of_the_other() -> None:
+    """A moment of inputs that is 0 has seen nothing; one that has is averaged, and outputs always are."""
+    one, other = kronecker_statistics(1, (), 4, 5), kronecker_statistics(2, (), 4, 5)
+    nothing = one.map(torch.zeros_like)
+    for first, second, inputs in (
+        (one, nothing, one.inputs),
+        (nothing, one, one.inputs),
+        (one, other, 0.25 * one.inputs + 0.75 * other.inputs),
+        (nothing, nothing, nothing.inputs),
+    ):
+        found = first.clone().average_with_(second.clone(), 0.25)
+        close(found.outputs, 0.25 * first.outputs + 0.75 * second.outputs)
+        close(found.inputs, inputs)

@@ -221,7 +221,9 @@ def test_never_farther_from_the_fisher_than_the_kronecker_product(seed: int, pos
 @for_every_batch
 @few
 @given(seed=seeds)
-def test_new_bases_keep_the_trace_and_the_diagonal(kind: str, batch: tuple[int, ...], seed: int) -> None:
+def test_new_bases_keep_what_r_has_beyond_the_product_as_they_see_it(
+    kind: str, batch: tuple[int, ...], seed: int
+) -> None:
     prior, statistics = fitted(kind, seed, batch)
     precision = statistics.factorise(prior)
     old, inverse = precision.to_dense() - dense_prior(prior, batch), torch.linalg.inv(precision.to_dense())
@@ -229,17 +231,38 @@ def test_new_bases_keep_the_trace_and_the_diagonal(kind: str, batch: tuple[int, 
     statistics.refresh_basis_(prior)
     assert places == [tensor.data_ptr() for tensor in statistics.tensors().values()]
     close(columns(precision.solve, OUT * IN, batch), inverse)  # what was factorised before is unchanged
-    close(statistics.fisher.sum((-2, -1)), before.fisher.sum((-2, -1)))
-    inverse_prior = torch.linalg.inv(dense_prior(prior, batch))
-    close(statistics.fisher.sum((-2, -1)), torch.einsum("...ij,...ji", inverse_prior, old))
+    product = kronecker.kronecker_product(before.outputs, before.inputs)
+    old_basis = kronecker.kronecker_product(before.left, before.right)
     basis = kronecker.kronecker_product(statistics.left, statistics.right)
-    close(statistics.fisher.flatten(-2), (basis.mT @ old @ basis).diagonal(dim1=-2, dim2=-1))
+    dual = torch.linalg.inv(old_basis)
+    # The product, and with it what is beyond its diagonal in the old bases, is kept whole.
+    blurred = dual.mT @ torch.diag_embed((old_basis.mT @ product @ old_basis).diagonal(dim1=-2, dim2=-1)) @ dual
+    unclamped = (basis.mT @ (product + old - blurred) @ basis).diagonal(dim1=-2, dim2=-1)
+    close(statistics.fisher.flatten(-2), unclamped.clamp(min=0.0))
+    inverse_prior = torch.linalg.inv(dense_prior(prior, batch))
+    close(unclamped.sum(-1), torch.einsum("...ij,...ji", inverse_prior, old))
+    whole = (unclamped >= 0).all(-1)
+    close(statistics.fisher.sum((-2, -1))[whole], before.fisher.sum((-2, -1))[whole])
     for side, moment in ((statistics.left, before.outputs), (statistics.right, before.inputs)):
         white = side.mT @ moment @ side
         close(white, torch.diag_embed(white.diagonal(dim1=-2, dim2=-1)), BETWEEN_TIES)
     again = statistics.clone()
     again.refresh_basis_(prior)  # nothing has been measured since
     close(again.factorise(prior).to_dense(), statistics.factorise(prior).to_dense(), CLOSE_BASES)
+
+
+@for_every_prior
+def test_where_the_fisher_is_the_product_turned_bases_do_not_blur_it(kind: str) -> None:
+    """What R was measured as in the old bases is the diagonal of S ⊗ A there, so that it is s aᵀ in the new ones."""
+    prior, statistics = fitted(kind, 5, (2,))
+    product = kronecker.kronecker_product(statistics.outputs, statistics.inputs)
+    old = kronecker.kronecker_product(statistics.left, statistics.right)
+    seen = (old.mT @ product @ old).diagonal(dim1=-2, dim2=-1)
+    statistics.fisher.copy_(seen.unflatten(-1, (OUT, IN)))
+    trace = statistics.fisher.sum((-2, -1))
+    statistics.refresh_basis_(prior)
+    close(statistics.fisher.sum((-2, -1)), trace)
+    close(statistics.factorise(prior).to_dense(), product + dense_prior(prior, (2,)), CLOSE_BASES)
 
 
 @for_every_batch

@@ -83,13 +83,16 @@ def test_several_inputs_are_as_one(form: str, data: tuple[Tensor, Tensor, Tensor
     torch.testing.assert_close(*elbos)
 
 
-def test_a_loader_of_three_tensors_is_told_what_to_do(data: tuple[Tensor, Tensor, Tensor]) -> None:
-    optimizer = ng.NoisyKFAC(Two(), ng.Gaussian(), **SETTINGS)
-    with pytest.raises(
-        ValueError, match=r"where x may be several in a tuple .* it yielded a list of Tensor, Tensor, Tensor"
-    ):
-        ng.train(optimizer, DataLoader(TensorDataset(*data)), epochs=1, progress=False)
+def test_a_loader_that_does_not_join_the_inputs_is_told_what_to_do(data: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Of up to four tensors the later ones are targets, weights and a mask, so that the model lacks an input."""
     x, word, y = data
+    optimizer = ng.NoisyKFAC(Two(), ng.Gaussian(), **SETTINGS)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'word'"):
+        ng.train(optimizer, DataLoader(TensorDataset(x, word, y)), epochs=1, progress=False)
+    with pytest.raises(
+        ValueError, match=r"where x may be several in a tuple .* it yielded a list of Tensor(, Tensor){4}\."
+    ):
+        ng.train(optimizer, DataLoader(TensorDataset(x, word, word, word, y)), epochs=1, progress=False)
     with pytest.raises(ValueError, match="it yielded a tuple of tuple, Tensor"):
         ng.train(optimizer, [((x, word.tolist()), y)], epochs=1, progress=False)
 

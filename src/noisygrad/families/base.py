@@ -168,6 +168,18 @@ class Statistics(TensorRecord, ABC):
         return self
 
     @torch.no_grad()
+    def average_with_(self, other: Self, decay: Tensor | float) -> Self:
+        """`update_`, but a moment of inputs that is 0, as no example has used the layer yet, is that of the other."""
+        theirs = other.averages()
+        mine = {name: tensor for name, tensor in self.averages().items() if name.startswith("inputs")}
+        seen = {name: (tensor.any(), theirs[name].any(), tensor.clone()) for name, tensor in mine.items()}
+        self.update_(other, decay)
+        for name, (known, known_there, before) in seen.items():
+            averaged = torch.where(known_there, mine[name], before)
+            mine[name].copy_(torch.where(known, averaged, theirs[name]))
+        return self
+
+    @torch.no_grad()
     def sum_losses_(self, own: Tensor | float, other: Self, weight: Tensor | float) -> None:
         """In place: own · F + weight · F_other, for two losses of the same examples.
 

@@ -106,7 +106,6 @@ class Accumulated:
         """A loss that is about to be computed; whether it is a further one of an earlier forward pass is found out."""
         self._count_differentiated()
         call = LossCall(output.grad_fn, counted)
-        self.examples += len(output)
         call.first = self._first_head(call)
         if call.first is not None:
             call.first.further.append(call)
@@ -228,7 +227,7 @@ class Accumulated:
         for name, measured in first.items():
             kept = self.statistics.setdefault(name, measured)
             if kept is not measured:
-                kept.update_(measured, self.fisher_weight / _positive(total))
+                kept.average_with_(measured, self.fisher_weight / _positive(total))
         self.fisher_weight = total
 
     def sum_over(self, ranks: Ranks, statistics: Mapping[str, Statistics], others: Sequence[Tensor]) -> None:
@@ -244,17 +243,26 @@ class Accumulated:
         for place, number in zip(counts, numbers, strict=True):
             place.copy_(number) if isinstance(number, Tensor) else place.fill_(float(number))
         noise = [] if self.noise is None else [self.noise]
-        sums = []
+        sums: list[Tensor] = []
+        inputs: list[Tensor] = []
         if self.expected_statistics:
             self.known_finite = False  # this rank's may be, and another's not
             mine = self.statistics or {n: s.map_averages(torch.zeros_like) for n, s in statistics.items()}
             self.statistics = {n: mine[n].map_averages(lambda tensor: tensor * self.fisher_weight) for n in statistics}
-            sums = [tensor for s in self.statistics.values() for tensor in s.averages().values()]
-        ranks.sum_([self.weights, *sums, counts, *noise, *others])
+            named = [pair for s in self.statistics.values() for pair in s.averages().items()]
+            sums = [tensor for _, tensor in named]
+            inputs = [tensor for name, tensor in named if name.startswith("inputs")]
+        # A moment of inputs is 0 where no example has used the layer yet: then it is that of the other ranks.
+        used = self.weights.new_zeros(len(inputs))
+        for place, tensor in zip(used, inputs, strict=True):
+            place.copy_(tensor.any() * self.fisher_weight)
+        ranks.sum_([self.weights, *sums, counts, used, *noise, *others])
         self.weights /= ranks.size
         weight, parts, self.fisher_weight, self.noise_weight, negative, infinite = counts.unbind()
         for tensor in sums:
             tensor.div_(self.fisher_weight.clamp_min(TINY))
+        for tensor, share in zip(inputs, used, strict=True):
+            tensor.mul_(self.fisher_weight / share.clamp_min(TINY))
         self.weight, self.parts = (
             each / ranks.size if self.deferred else each.item() / ranks.size for each in (weight, parts)
         )

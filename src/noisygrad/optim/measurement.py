@@ -63,6 +63,7 @@ class BatchMeasurement:
 
     def __post_init__(self) -> None:
         self._warned = self._warned_of_size = False
+        self._returned_examples = 0
         self._units, parameters = self.structure.units, self.structure.parameters
         self._coupled = any(b.family.reads == "rows" and len(b.units) > 1 for b in self.structure.blocks)
         self._weighs_inputs = any(b.family.reads in {"moments", "basis"} for b in self.structure.blocks)
@@ -99,6 +100,7 @@ class BatchMeasurement:
             self.warn_num_data(f"a batch has {rows} examples")
         with without_autocast(device):
             call = accumulated.begin_call(output, counted)
+            accumulated.examples += output.shape[len(likelihood.replicas)]
             call.parts = self._parts(target, counted)
             return accumulated.add_call(
                 call, self._loss(accumulated, call, capture, output, target, nll), observe=observe
@@ -240,7 +242,10 @@ class BatchMeasurement:
             raise RuntimeError("the closure returned a loss without having called backward() on it")
         call = accumulated.begin_call(loss.detach())
         if capture is not None:
-            self._add_pass(accumulated, call, self._passes_of_backward(capture.take()))
+            passes = self._passes_of_backward(capture.take())
+            self._returned_examples = max((one.examples for one in passes.values()), default=0)
+            self._add_pass(accumulated, call, passes)
+        accumulated.examples += self._returned_examples
         accumulated.add_call(call, loss)
 
     def _passes_of_backward(self, records: list[Record]) -> dict[str, Pass]:
