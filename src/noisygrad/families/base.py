@@ -217,7 +217,7 @@ class Statistics(TensorRecord, ABC):
                 tensor.diagonal(dim1=-2, dim2=-1).add_(floor / scale.clamp(min=torch.finfo(scale.dtype).tiny))
 
     def with_identity(self, share: Tensor | float) -> Self:
-        """(1 − share) F + share · I, moment by moment, as new tensors; those that are no matrices have their own way."""
+        """(1 − share) F + share · I, moment by moment, as new tensors; others have their own way."""
         found = {name: tensor * (1.0 - share) for name, tensor in self.averages().items()}
         for name, tensor in found.items():
             if name.startswith(("fisher", "inputs", "outputs")):
