@@ -113,8 +113,14 @@ def make_steps(method: str, p: Problem) -> dict[str, Step]:
             **p.settings,
         )
         # Nothing is learned here, so the Fisher would shrink and the noise grow until most numbers were denormal or
-        # infinite, which no training sees: after so many updates, a new one counts for nothing.
-        optimizer.covariance.fisher.updates.fill_(1e9)
+        # infinite, which no training sees: it is one, and after so many updates, a new one counts for nothing.
+        fisher = optimizer.covariance.fisher
+        fisher.updates.fill_(1e9)
+        fisher.seen.fill_(1.0)
+        for statistics in fisher.statistics.values():
+            ones = statistics.with_identity(1.0).averages()
+            for name, average in statistics.averages().items():
+                average.copy_(ones[name])
         kinds = {"plain": STATS_EVERY * 7, "statistics": STATS_EVERY * 3 - 1, "refresh": FACTOR_EVERY - 1}
 
         whole = CapturedStep(optimizer, lambda: (outputs(), p.y))

@@ -12,9 +12,11 @@ from noisygrad.optim import NoisyOptimizer, optimizers
 from noisygrad.posterior.weights import FlatWeights
 from noisygrad.replicas.noisy import NoisyLearner, NoisySettings
 from noisygrad.replicas.perceptrons import Perceptrons
+from replicas.test_engine import posterior_kl
 from support.truth import normal
 
 NETWORK = Perceptrons((3, 5, 4, 1))
+TWO_OUTPUTS = Perceptrons((3, 5, 4, 2))
 REPLICAS, BATCH, SAMPLES, STEPS, NUM_DATA = 3, 8, 2, 50, 23
 """More examples than a layer has inputs: equal eigenvalues would leave the eigenvalue-corrected basis to rounding."""
 OPTIMIZERS: dict[str, type[NoisyOptimizer]] = {
@@ -50,7 +52,8 @@ def covariance(sample: Tensor) -> Tensor:
 class Pair:
     """A learner, and an optimiser of the same replicas as one network, with the same start."""
 
-    def __init__(self, family: str, case: dict) -> None:
+    def __init__(self, family: str, case: dict, network: Perceptrons = NETWORK) -> None:
+        self.network = network
         case = dict(case)
         prior = case.pop("noise_prior", (6.0, 6.0))
         common = {"lr": 0.05, "kl_weight": 0.7, "prior_variance": 0.5, "mc_samples": SAMPLES, **case}
@@ -58,10 +61,10 @@ class Pair:
         self.samples = SAMPLES if self.settings.noise else 1
         starts = [torch.Generator().manual_seed(seed) for seed in range(REPLICAS)]
         self.learner = NoisyLearner(
-            NETWORK, ng.Gaussian(noise_prior=prior), self.settings, num_data=NUM_DATA, generators=starts,
+            network, ng.Gaussian(noise_prior=prior), self.settings, num_data=NUM_DATA, generators=starts,
             dtype=torch.float64,
         )  # fmt: skip
-        self.model = ng.networks.ReplicatedMLP((REPLICAS,), 3, (5, 4), 1).double()
+        self.model = ng.networks.ReplicatedMLP((REPLICAS,), 3, (5, 4), network.sizes[-1]).double()
         with torch.no_grad():
             for name, tensor in self.of_parameters(self.learner.mean).items():
                 self.model.get_parameter(name).copy_(tensor)
@@ -75,17 +78,16 @@ class Pair:
         for mine, theirs in zip(self.generators, self.optimizer.generators, strict=True):
             mine.set_state(theirs.get_state())
         # Where each number of the optimiser's flat vector lies in the learner's.
-        numbers = torch.arange(NETWORK.num_weights, dtype=torch.float64).repeat(REPLICAS, 1)
+        numbers = torch.arange(network.num_weights, dtype=torch.float64).repeat(REPLICAS, 1)
         flat = FlatWeights.zeros(self.optimizer.structure, torch.float64, torch.device("cpu"))
         flat.load_dict_(self.of_parameters(numbers))
         self.places = flat.flat[0].long()
-        assert sorted(self.places.tolist()) == list(range(NETWORK.num_weights))
+        assert sorted(self.places.tolist()) == list(range(network.num_weights))
 
-    @staticmethod
-    def of_parameters(vector: Tensor) -> dict[str, Tensor]:
+    def of_parameters(self, vector: Tensor) -> dict[str, Tensor]:
         """A learner's vector `[R, n]` by the names of the parameters."""
         found: dict[str, Tensor] = {}
-        for index, matrix in enumerate(NETWORK.matrices(vector)):
+        for index, matrix in enumerate(self.network.matrices(vector)):
             found |= {f"layers.{2 * index}.weight": matrix[..., :-1], f"layers.{2 * index}.bias": matrix[..., -1]}
         return found
 
@@ -93,18 +95,19 @@ class Pair:
         return torch.empty_like(flat).index_copy_(-1, self.places, flat)
 
     def units(self) -> Tensor:
-        size = NETWORK.num_weights
+        size = self.network.num_weights
         return torch.eye(size, dtype=torch.float64).unsqueeze(1).expand(size, REPLICAS, size)
 
     def draw(self) -> dict[str, Tensor]:
         """The numbers that the optimiser is going to draw, as the learner takes them."""
-        weights = torch.zeros(REPLICAS, SAMPLES, NETWORK.num_weights, dtype=torch.float64)[:, : self.samples]
-        targets = torch.empty(REPLICAS, self.samples, BATCH, 1, dtype=torch.float64)
+        size, outputs = self.network.num_weights, self.network.sizes[-1]
+        weights = torch.zeros(REPLICAS, self.samples, size, dtype=torch.float64)
+        targets = torch.empty(REPLICAS, self.samples, BATCH, outputs, dtype=torch.float64)
         for replica, generator in enumerate(self.generators):
             for sample in range(self.samples):
                 if self.settings.noise:
                     weights[replica, sample] = torch.zeros_like(weights[0, 0]).normal_(generator=generator)
-                targets[replica, sample] = torch.zeros(BATCH, 1, dtype=torch.float64).normal_(generator=generator)
+                targets[replica, sample] = torch.zeros(BATCH, outputs, dtype=torch.float64).normal_(generator=generator)
         return {"weights": self.as_the_learner_draws(weights), "targets": -targets}
 
     def as_the_learner_draws(self, noise: Tensor) -> Tensor:
@@ -119,7 +122,8 @@ class Pair:
         return torch.linalg.solve(root, spread.permute(1, 2, 0)).transpose(1, 2)
 
     def step(self, step: int) -> None:
-        x, y = normal(REPLICAS, BATCH, 3, seed=step), normal(REPLICAS, BATCH, 1, seed=step + 500)
+        x = normal(REPLICAS, BATCH, 3, seed=step)
+        y = normal(REPLICAS, BATCH, self.network.sizes[-1], seed=step + 500)
         self.learner.anneal.fill_(annealed(step))
         self.learner.step_(x, y, self.draw())
         if self.learner.refresh_due(step):
@@ -136,19 +140,19 @@ class Pair:
             close(tensor.flatten(), theirs[name].flatten())
 
     def check_covariance(self) -> None:
-        """Of draws and of steps; the momentum, and the KL where the factors are those of the Fisher."""
+        """Of draws and of steps; the momentum; F̄, which only the posterior is made of alone, and its KL."""
         ours, theirs = self.optimizer.covariance, self.learner.covariance
         if self.settings.noise:
             close(
                 covariance(self.in_learners_order(ours.sample(self.units()))), covariance(theirs.sample(self.units()))
             )
-        gradient = normal(REPLICAS, NETWORK.num_weights, seed=3)
+        gradient = normal(REPLICAS, self.network.num_weights, seed=3)
         solved = ours.solve(gradient[:, self.places])
         close(self.in_learners_order(solved), theirs.solve(gradient))
         momentum = self.optimizer.algorithm.momentum.average
         close(self.in_learners_order(momentum), self.learner.tensors()["momentum"])
-        if self.settings.noise and self.settings.factor_every == 1:
-            close(self.learner.kl(), self.optimizer.posterior().kl())
+        if self.settings.noise:
+            close(posterior_kl(self.learner), self.optimizer.posterior().kl())
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
@@ -168,6 +172,16 @@ def test_fifty_steps_of_several_replicas_are_the_same(family: str, case: dict) -
     if "kl_clip" in case:
         assert bool((pair.learner.clipped > 0).all())
         assert bool((pair.learner.rejected == 0).all())
+
+
+@pytest.mark.parametrize("family", ["diagonal", "kronecker"])
+def test_the_trust_region_grows_with_the_outputs_in_both(family: str) -> None:
+    pair = Pair(family, {"kl_clip": 1e-4}, TWO_OUTPUTS)
+    for step in range(1, 21):
+        pair.step(step)
+        pair.check()
+    pair.check_covariance()
+    assert bool((pair.learner.clipped == 20).all())
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 4, 5, 8, 10, 50, 64, 100, 1000])

@@ -75,7 +75,8 @@ class FisherAverage:
         for old, averaged, as_measured in first:
             known = old.any() if mask is None else old.any() | (mask <= 0)
             averaged.copy_(torch.where(known, averaged, as_measured))
-        return [self.updates, self.seen, *self._averages], [updates, seen, *new]
+        # The counts last: compiled code would work out the weight above once more, from what was written already.
+        return [*self._averages, self.updates, self.seen], [*new, updates, seen]
 
     def _inputs_of_unused(self, measured: Mapping[str, Statistics]) -> Iterator[tuple[Tensor, Tensor]]:
         """Moments of inputs that are a mean over the examples that used a layer, of which there may be none yet."""

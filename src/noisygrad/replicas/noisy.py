@@ -42,14 +42,14 @@ class NoisySettings:
     kl_weight: float = 1.0  # λ
     prior_variance: float = 1.0  # η
     damping: float = 0.0  # γ_ex
-    kl_clip: float | None = None  # c: lr = min(lr, √(c / gᵀv))
+    kl_clip: float | None = None  # c for each output: lr = min(lr, √(c / gᵀv))
     momentum: float = 0.9
     mc_samples: int = 10
     factor_every: int = 1  # T_inv
     damping_mode: DampingMode = "factored"
     safeguard: Safeguard = "brief"
-    """Whether the identity that the Fisher starts from is forgotten at once (`docs/conventions.md`), or fades only at
-    the rate β̃, as in the released code: a long start with small steps, without which large sets can diverge."""
+    """How the identity fades that steadies the first draws and steps (`docs/conventions.md`): at once, or only at the
+    rate β̃, as in the released code: a long start with small steps, without which large sets can diverge."""
     noise: bool = True
     """Whether weights are drawn; without, it is a point estimate by K-FAC or natural Adam."""
 
@@ -183,7 +183,8 @@ class NoisyLearner(VariationalLearner):
     def move_(self) -> None:
         """μ ← μ − α̃ P⁻¹ m̂, with the bias-corrected momentum m̂."""
         group = {"lr": self.settings.lr * self.anneal, "momentum": self.settings.momentum}
-        factor = self._algorithm.move_(self._gradient, [(group, self._whole)], clip=self.settings.kl_clip)
+        clip = None if self.settings.kl_clip is None else self.settings.kl_clip * self.network.sizes[-1]
+        factor = self._algorithm.move_(self._gradient, [(group, self._whole)], clip=clip)
         if factor is not None:
             self.clipped.add_((factor < 1.0).squeeze(-1).to(self.dtype))
 
