@@ -67,7 +67,7 @@ class Covariance:
         """A floor under the Fisher, as draws, steps and the posterior have it, where noise would cost too much."""
         self.parts: float | Tensor = 1.0
         """How many parts of its targets, such as positions, count of an example."""
-        self.epochs = 0.0
+        self.epochs: float | Tensor = 0.0
         """How often the data were seen since the last refresh."""
         self._determined = self.fisher.moments.new_zeros(())
         self.factors: dict[str, BlockFactors] = {}

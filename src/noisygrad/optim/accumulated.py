@@ -42,7 +42,7 @@ class Accumulated:
     loss: Tensor | None = None
     weight: float | Tensor = 0.0
     """Σ over forward passes of the factor: the gradient divided by it is the mean over losses."""
-    examples: float = 0.0
+    examples: float | Tensor = 0.0
     """How many were seen, over draws and ranks."""
     parts: float | Tensor = 0.0
     """Σ over losses of the weight of the forward pass × the parts of a target that count of an example."""
@@ -238,8 +238,9 @@ class Accumulated:
         """
         assert self.weights is not None
         self.weights = self.weights.clone()
-        counts = self.weights.new_zeros(6)
-        numbers = (self.weight, self.parts, self.fisher_weight, self.noise_weight, self.negative, self.infinite)
+        numbers = (self.weight, self.parts, self.fisher_weight, self.noise_weight)
+        numbers += (self.negative, self.infinite, self.examples)
+        counts = self.weights.new_zeros(len(numbers))
         for place, number in zip(counts, numbers, strict=True):
             place.copy_(number) if isinstance(number, Tensor) else place.fill_(float(number))
         noise = [] if self.noise is None else [self.noise]
@@ -258,7 +259,8 @@ class Accumulated:
             place.copy_(tensor.any() * self.fisher_weight)
         ranks.sum_([self.weights, *sums, counts, used, *noise, *others])
         self.weights /= ranks.size
-        weight, parts, self.fisher_weight, self.noise_weight, negative, infinite = counts.unbind()
+        weight, parts, self.fisher_weight, self.noise_weight, negative, infinite, examples = counts.unbind()
+        self.examples = examples
         for tensor in sums:
             tensor.div_(self.fisher_weight.clamp_min(TINY))
         for tensor, share in zip(inputs, used, strict=True):
