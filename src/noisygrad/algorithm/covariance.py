@@ -277,7 +277,8 @@ class Covariance:
             return
         if self._ranks.active:
             self._ranks.sum_([self._determined])
-        change = (self._determined / (self._most_determined * self.parts)).clamp(0.5**self.epochs, 10.0)
+        least = 0.5 ** torch.as_tensor(self.epochs, dtype=self.bound.dtype, device=self.bound.device)
+        change = (self._determined / (self._most_determined * self.parts)).clamp(max=10.0).maximum(least.reshape(()))
         changed = self.bound * torch.where(self.fisher.updates > 0, change, 1.0).reshape(())
         self.bound.copy_(changed.clamp(self._least_bound, LARGEST_BOUND))
 

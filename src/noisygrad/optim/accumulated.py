@@ -238,8 +238,8 @@ class Accumulated:
         """
         assert self.weights is not None
         self.weights = self.weights.clone()
-        numbers = (self.weight, self.parts, self.fisher_weight, self.noise_weight)
-        numbers += (self.negative, self.infinite, self.examples)
+        numbers = [self.weight, self.parts, self.fisher_weight, self.noise_weight]
+        numbers += [self.negative, self.infinite, self.examples]
         counts = self.weights.new_zeros(len(numbers))
         for place, number in zip(counts, numbers, strict=True):
             place.copy_(number) if isinstance(number, Tensor) else place.fill_(float(number))
