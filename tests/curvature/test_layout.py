@@ -126,6 +126,20 @@ PARTS = {
     "a row of them": lambda out: next(iter(out))[None],
     "some": lambda out: out[torch.tensor([3, 1])],
     "chunk": lambda out: out.chunk(2)[0],
+    "scaled": lambda out: out[:8] / 1.5,
+    "one, scaled": lambda out: 2.0 * out[3:4],
+    "a row of them, scaled": lambda out: out[3][None] * 1.0,
+    "by a parameter": lambda out: out[8:] * nn.Parameter(torch.ones(2)),
+    "squeezed": lambda out: out[:8].unsqueeze(-1).squeeze(-1),
+    "clamped": lambda out: out[:8].clamp(-9, 9).relu() + 1,
+    "a softmax": lambda out: out[:8].log_softmax(-1),
+    "gathered": lambda out: out.gather(0, torch.arange(8)[:, None].expand(8, 2)),
+    "gathered from the end": lambda out: out.gather(-2, torch.arange(8)[:, None].expand(8, 2)),
+    "selected by a mask": lambda out: out.masked_select((torch.arange(16) < 8)[:, None]).view(8, 2),
+    "selected by number": lambda out: out.index_select(0, torch.arange(8)).neg(),
+    "a column of them": lambda out: out[:8][:, 0],
+    "swapped": lambda out: out[:8].unsqueeze(1).transpose(1, 2).flatten(1),
+    "far away": lambda out: out[:8].mul(2).div(2).add(1).sub(1).neg().neg().exp().log().relu().clamp(min=0),
 }
 
 
@@ -150,9 +164,31 @@ def test_a_part_of_an_output_is_refused(kind: type[NoisyOptimizer], images: bool
     assert optimizer.steps == 1
 
 
-@pytest.mark.parametrize(
-    "whole", [lambda o: o[:], lambda o: o[torch.arange(16).flip(0)], lambda o: o[:, :1], lambda o: o[..., None]]
-)
+def with_a_row_set(output: Tensor) -> Tensor:
+    output = output.clone()
+    output[3] = 0.0
+    output[torch.arange(16) < 2] = 1.0
+    return output
+
+
+WHOLE = [
+    lambda o: o[:],
+    lambda o: o[torch.arange(16).flip(0)],
+    lambda o: o[:, :1],
+    lambda o: o[..., None],
+    lambda o: 2.0 * o[:, :1].softmax(-1),
+    lambda o: o.flip(0)[:].clamp(-1, 1),
+    lambda o: o.gather(1, torch.zeros(16, 1, dtype=torch.long)).relu(),
+    lambda o: o[torch.arange(16), torch.zeros(16, dtype=torch.long)][:, None] / 2,
+    lambda o: (o.chunk(2, 1)[0] * 2).squeeze(-1),
+    lambda o: o.t().t() + 1,
+    lambda o: o.view(4, 4, 2).view(16, 2) * 2,
+    lambda o: o[:8].repeat(2, 1) + o[8:].repeat(2, 1),
+    with_a_row_set,
+]
+
+
+@pytest.mark.parametrize("whole", WHOLE)
 def test_the_whole_of_an_output_is_taken_in_any_form(whole) -> None:
     model, optimizer, x = network(ng.NoisyKFAC, False)
     optimizer.step(lambda: (whole(model(x)), torch.zeros_like(whole(model(x)))))
@@ -166,6 +202,89 @@ def test_a_loss_of_rows_that_layers_have_seen_among_others() -> None:
     taken = torch.eye(16)[:8]
     with pytest.raises(ValueError, match="not several of each"):
         optimizer.step(lambda: (taken @ model(torch.randn(16, 3)), torch.zeros(8, 2)))
+
+
+MIXED_UP = {
+    "the first of two halves": lambda out: out.view(2, 8, 2)[0],
+    "the mean of two halves": lambda out: out.view(2, 8, 2).mean(0),
+    "their difference": lambda out: out[:8] - out[8:],
+    "by a product": lambda out: torch.eye(16)[:8] @ out,
+}
+
+
+@each_optimizer
+@pytest.mark.parametrize("part", MIXED_UP)
+@pytest.mark.parametrize("training", [False, True])
+def test_rows_that_are_not_side_by_side_are_refused_under_batch_norm(
+    kind: type[NoisyOptimizer], part: str, training: bool
+) -> None:
+    """It mixes examples, but their gradients show where they are once it is passed over."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).train(training)
+    optimizer = kind(model, ng.Gaussian(), num_data=50, stats_every=1)
+    x = torch.randn(16, 3)
+    running = model[1].running_mean.clone()
+    with pytest.raises(ValueError, match="not several of each"):
+        optimizer.step(lambda: (MIXED_UP[part](model(x)), torch.zeros(8, 2)))
+    assert torch.equal(model[1].running_mean, running)
+
+
+SIDE_BY_SIDE = {
+    "the mean of pairs": lambda m, x: m(x.flatten(0, 1)).unflatten(0, (8, 2)).mean(1),
+    "the last of a sequence": lambda m, x: m(x.flatten(0, 1)).unflatten(0, (8, 2))[:, -1].tanh(),
+    "two heads of positions": lambda m, x: m(x.flatten(0, 1)).unflatten(0, (8, 2)).unbind(1)[0] / 2,
+    "the last valid position": lambda m, x: (
+        m(x.flatten(0, 1)).unflatten(0, (8, 2)).gather(1, torch.ones(8, 1, 2, dtype=torch.long)).squeeze(1) * 2
+    ),
+}
+
+
+@each_optimizer
+@pytest.mark.parametrize("form", SIDE_BY_SIDE)
+@pytest.mark.parametrize("training", [False, True])
+def test_positions_folded_into_the_batch_under_batch_norm(
+    kind: type[NoisyOptimizer], form: str, training: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).train(training)
+    optimizer = kind(model, ng.Gaussian(), num_data=50, stats_every=1)
+    for _ in range(2):
+        x = torch.randn(8, 2, 3)
+        optimizer.step(lambda x=x: (SIDE_BY_SIDE[form](model, x), torch.zeros(8, 2)))
+    assert optimizer.steps == 2
+
+
+class Contrast(nn.Module):
+    """Two views of each example in one pass, the second of which is compared with the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.a(torch.stack([x, x + 0.1], 1)).unbind(1)
+        return self.b(first * second).sigmoid()
+
+
+@pytest.mark.parametrize("model", [Contrast(), nn.LSTM(3, 2, batch_first=True)], ids=["contrast", "LSTM"])
+def test_models_that_take_parts_of_what_is_inside_them(model: nn.Module) -> None:
+    optimizer = ng.NoisyKFAC(model, ng.Gaussian(), num_data=50, stats_every=2)
+
+    def output(x: Tensor) -> Tensor:
+        return model(x) if isinstance(model, Contrast) else 2 * model(x[:, None].expand(-1, 5, -1))[1][0][-1]
+
+    for _ in range(3):
+        optimizer.step(lambda: (output(torch.randn(16, 3)), torch.zeros(16, 2)))
+    assert optimizer.steps == 3
+
+
+@pytest.mark.parametrize("length", [5, 16])
+def test_the_last_of_a_sequence_in_front(length: int) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = ng.NoisyKFAC(model, ng.Gaussian(), num_data=50, stats_every=2)
+    for _ in range(3):
+        optimizer.step(lambda: (model(torch.randn(length, 16, 3))[-1].sigmoid() * 2, torch.zeros(16, 2)))
+    assert optimizer.steps == 3
 
 
 def windows(m: nn.Module, x: Tensor) -> Tensor:
@@ -190,8 +309,8 @@ def test_bad_numbers_are_not_taken_for_another_order() -> None:
         optimizer.step(lambda: (model(x), torch.zeros(5, 2).double()))
 
 
-def test_normalisation_over_the_batch_is_left_to_sizes() -> None:
-    """In training mode it mixes examples: nothing can be measured, and nothing is refused."""
+def test_normalisation_over_the_batch_is_passed_over() -> None:
+    """In training mode it mixes examples."""
     model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.BatchNorm1d(3), nn.Flatten(), nn.Linear(6, 2)).double()
     optimizer = ng.NoisyKFAC(model, ng.Gaussian(), num_data=50, stats_every=1)
     for _ in range(2):

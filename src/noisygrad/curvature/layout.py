@@ -4,12 +4,13 @@ A loss of every other example alone must leave the rows of the others without a 
 looked up for, once for all examples, gets one from all of them; a sequence in front that is as long as the batch shows
 in the other dimension; rows that only look like several positions of each example show as rows of other examples. So do
 rows in another order than the loss's, as of examples that the model sorts by their length.
-Where normalisation over the batch mixes examples nothing can be measured, and sizes decide.
+Normalisation over the batch mixes examples, and is passed over; where it waits for other processes sizes decide.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Literal
 from weakref import WeakKeyDictionary, WeakSet
@@ -75,8 +76,14 @@ def measure_layouts(output: Tensor, records: Sequence[Record], batch: Batch) -> 
     doubtful = [
         record for record in records if _known(record.module, record.inputs) is None and record.is_doubtful(batch.size)
     ]
-    if doubtful and batch.size > 1 and not capturing() and not mixes_examples(output):
-        _measure(output, doubtful, replace(batch, kept=batch.size))
+    if doubtful and batch.size > 1 and not capturing():
+        with ExitStack() as passed_over:
+            for node in _normalisations(output):
+                if not node.name().startswith(_OF_ONE_PROCESS):
+                    break
+                passed_over.callback(node.register_hook(_pass_over).remove)
+            else:
+                _measure(output, doubtful, replace(batch, kept=batch.size))
     for record in records:
         known = _known(record.module, record.inputs)
         if known == "batch second":
@@ -211,7 +218,22 @@ def _remember(record: Record, left: set[Order]) -> None:
 
 def mixes_examples(output: Tensor) -> bool:
     """Whether the graph holds a normalisation by the statistics of its own batch."""
-    return any("BatchNorm" in node.name() and getattr(node, "_saved_training", True) for node in _graph(output))
+    return bool(_normalisations(output))
+
+
+_OF_ONE_PROCESS = ("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm")
+"""Others wait for other processes."""
+
+
+def _normalisations(output: Tensor) -> list[Node]:
+    """Where the graph normalises by the statistics of its own batch."""
+    return [n for n in _graph(output) if "BatchNorm" in n.name() and getattr(n, "_saved_training", True)]
+
+
+def _pass_over(inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The gradient as if the normalisation were none: it mixes examples, but leaves them in their places."""
+    first, gradient = inputs[0], outputs[0]
+    return inputs if first is None or gradient is None else (gradient.to(first.dtype), *inputs[1:])
 
 
 def _graph(output: Tensor) -> Iterator[Node]:

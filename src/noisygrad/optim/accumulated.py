@@ -319,8 +319,9 @@ class GradientWatch:
 
     def check_kept(self, losses: Sequence[LossCall] = ()) -> None:
         """In a draw: raise if gradients of earlier draws are gone, or of earlier ones of its `losses`."""
-        pairs = zip(self._left, self._parameters, strict=False)
-        gone = bool(self._left) and any(left is not None and one.grad is not left for left, one in pairs)
+        gone = bool(self._left) and any(
+            left is not None and one.grad is not left for left, one in zip(self._left, self._parameters, strict=True)
+        )
         if losses and not gone and not all(loss.waits for loss in losses):
             gone = all(gradient is None for gradient in self._now())
         if gone:

@@ -22,7 +22,7 @@ from noisygrad.likelihoods import Counted, Likelihood
 from noisygrad.optim.accumulated import Accumulated
 from noisygrad.optim.finite import FiniteGuard, FiniteTrace, known_finite
 from noisygrad.optim.fresh_pass import FirstExamples, half_of, is_out_of_memory
-from noisygrad.optim.graph import LossCall
+from noisygrad.optim.graph import LOOKED_AT, LossCall, check_whole
 from noisygrad.optim.options import Options
 from noisygrad.optim.user_warning import warn_user
 from noisygrad.posterior.modes import with_attributes
@@ -94,7 +94,8 @@ class BatchMeasurement:
         nll = likelihood.nll if counted is None else partial(likelihood.counted_nll, counted=counted)
         if not (torch.is_grad_enabled() and output.requires_grad):
             return nll(output, target)
-        if not likelihood.replicas:
+        node = output.grad_fn
+        if node is not None and node.name().partition("Backward")[0] in LOOKED_AT and not likelihood.replicas:
             check_whole(output)
         if counted is None and (rows := output.shape[len(likelihood.replicas)]) > self.options.num_data:
             self.warn_num_data(f"a batch has {rows} examples")
@@ -322,34 +323,4 @@ class BatchMeasurement:
             "but not by calling the layer (F.linear(x, layer.weight) does so, for example). The Fisher sees layers "
             "that are called, so the posterior of these weights will be the prior. Call the layer, or make the weight "
             "an nn.Parameter of a module of your own, which gets a diagonal block"
-        )
-
-
-_SHAPED = {"ToCopyBackward0", "CloneBackward0", "AliasBackward0", "UnsqueezeBackward0"}
-_TAKEN = ("Slice", "Select", "Split", "Unbind", "Index")
-
-
-def check_whole(output: Tensor) -> None:
-    """Raise ValueError for an output that is a part of the rows of another, which the layers have all seen.
-
-    Statistics would be of other examples, and the losses of two halves would add, as those of two heads do.
-    """
-    node, back = output.grad_fn, False
-    while node is not None and node.name() in _SHAPED:
-        back |= node.name() == "UnsqueezeBackward0" and getattr(node, "_saved_dim", 1) == 0
-        node = node.next_functions[0][0]
-    if node is None or not node.name().startswith(_TAKEN) or getattr(node, "_saved_dim", 0) != 0:
-        return
-    source = node.next_functions[0][0]
-    if source is None or not source.next_functions:  # rows of a parameter, which are looked up
-        return
-    sizes = getattr(node, "_saved_self_sym_sizes", None) or (len(node._input_metadata),)
-    single = node.name().startswith(("Select", "Unbind"))
-    if node.name().startswith("IndexBackward") and node._saved_indices[0] is None:  # type: ignore[attr-defined]
-        return
-    if sizes[0] != output.shape[0] and (back or not single):
-        raise ValueError(
-            f"the output has {output.shape[0]} of the {sizes[0]} rows that the model has computed. Of a part of an "
-            "output no statistics can be taken: give draw.nll the whole output (mask= and weight= say what counts), "
-            "or call the model on that part alone"
         )
