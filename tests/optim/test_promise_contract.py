@@ -174,7 +174,7 @@ def test_the_trust_region_bounds_the_step(kind, clip):
         start = optimizer.weights.mean.flat.clone()
         train(optimizer, model, [batch])
         moved = optimizer.weights.mean.flat - start
-        bound = clip(step) if callable(clip) else clip
+        bound = 2 * (clip(step) if callable(clip) else clip)  # of two outputs
         # gᵀv = vᵀ P v for v = P⁻¹ g, so the step's length is that of what moved, in the metric of P.
         covariance = optimizer.covariance
         length = sum(
