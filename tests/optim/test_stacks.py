@@ -153,7 +153,8 @@ def solved_densely(optimizer: ng.NoisyKFAC, gradient: Tensor, dampings: dict[int
     """P⁻¹ g of every block by a dense inverse of equation (11)."""
     solved = torch.zeros_like(gradient)
     for block in optimizer.covariance.blocks:
-        prior, statistics = optimizer.covariance.priors[block.name], optimizer.covariance.statistics[block.name]
+        prior = optimizer.covariance.priors[block.name]
+        statistics = optimizer.covariance.statistics[block.name].with_identity(optimizer.covariance.identity_share)
         precision = statistics.factorise(prior, dampings[block.group], optimizer.options.damping_mode)
         if block.family.name == "diagonal":
             block.write_(solved, precision.solve(block.vector(gradient)))
